@@ -1,0 +1,119 @@
+"""References that are no bus: bare apsw (the ceiling), and the standard library's sqlite3 as a peer."""
+
+from __future__ import annotations
+
+import sqlite3
+import statistics
+import time
+from pathlib import Path
+
+from benchmarks.harness import PAGE_BYTES, Contender, Options, apsw_connection, until_steady
+from benchmarks.load import PAYLOAD_BYTES, PAYLOADS, Stopwatch
+
+__all__ = ["BareBatches", "BareSingles", "StdlibSingles", "quantiles_us"]
+
+TABLE = "CREATE TABLE rows (id INTEGER PRIMARY KEY, payload BLOB NOT NULL)"
+INSERT = "INSERT INTO rows (payload) VALUES (?)"
+
+
+def quantiles_us(taken_s: list[float]) -> dict[str, float]:
+    """Return the median and the 99th percentile of some times, in microseconds."""
+    ordered = sorted(taken_s)
+    return {"p50_us": statistics.median(ordered) * 1e6, "p99_us": ordered[int(len(ordered) * 0.99)] * 1e6}
+
+
+class BareBatches(Contender):
+    """Bare apsw: ``executemany`` of so many payloads per commit, one plain table."""
+
+    def __init__(self, name: str, options: Options, per_commit: int) -> None:
+        self.name = name
+        self._options = options
+        self._per_commit = per_commit
+        self._next = 0
+
+    def open(self, folder: Path) -> None:
+        """See ``Contender.open``."""
+        self._db = apsw_connection(folder / "bare.db")
+        self._db.execute(TABLE)
+        until_steady(folder / "bare.db-wal", self._write, self._options.warm_bytes)
+
+    def run(self) -> dict[str, float]:
+        """See ``Contender.run``."""
+        watch, events = Stopwatch(), 0
+        while not watch.over(self._options.round_s):
+            self._batch(self._per_commit)
+            events += self._per_commit
+        return watch.rate(events)
+
+    def close(self) -> None:
+        """See ``Contender.close``."""
+        self._db.close()
+
+    def _write(self, size: int) -> None:
+        for _ in range(size // PAYLOAD_BYTES // 1000 + 1):
+            self._batch(1000)
+
+    def _batch(self, rows: int) -> None:
+        if self._next + rows > len(PAYLOADS):
+            self._next = 0
+        batch = [(payload,) for payload in PAYLOADS[self._next : self._next + rows]]
+        self._next += rows
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.executemany(INSERT, batch)
+        self._db.execute("COMMIT")
+
+
+class BareSingles(BareBatches):
+    """Bare apsw: one row per commit, each timed."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        super().__init__(name, options, 1)
+
+    def run(self) -> dict[str, float]:
+        """See ``Contender.run``."""
+        taken: list[float] = []
+        watch = Stopwatch()
+        while not watch.over(self._options.round_s):
+            payload = PAYLOADS[len(taken) % len(PAYLOADS)]
+            started = time.perf_counter()
+            self._db.execute(INSERT, (payload,))
+            taken.append(time.perf_counter() - started)
+        return watch.rate(len(taken)) | quantiles_us(taken)
+
+
+class StdlibSingles(Contender):
+    """The interpreter's own sqlite3, one commit per event, as most programs would write it."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        self.name = name
+        self._options = options
+
+    def open(self, folder: Path) -> None:
+        """See ``Contender.open``."""
+        self._db = sqlite3.connect(folder / "stdlib.db")
+        self._db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute(TABLE)
+        until_steady(folder / "stdlib.db-wal", self._write, self._options.warm_bytes)
+
+    def run(self) -> dict[str, float]:
+        """See ``Contender.run``."""
+        taken: list[float] = []
+        watch = Stopwatch()
+        while not watch.over(self._options.round_s):
+            payload = PAYLOADS[len(taken) % len(PAYLOADS)]
+            started = time.perf_counter()
+            self._db.execute(INSERT, (payload,))
+            self._db.commit()
+            taken.append(time.perf_counter() - started)
+        return watch.rate(len(taken)) | quantiles_us(taken)
+
+    def close(self) -> None:
+        """See ``Contender.close``."""
+        self._db.close()
+
+    def _write(self, size: int) -> None:
+        for _ in range(size // PAYLOAD_BYTES // 1000 + 1):
+            self._db.executemany(INSERT, [(payload,) for payload in PAYLOADS])
+            self._db.commit()

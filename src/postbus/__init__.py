@@ -1,0 +1,55 @@
+"""Postbus: the durable event bus with inboxes for AI agents."""
+
+from postbus.bus import Context, EventBus
+from postbus.model import (
+    Backpressure,
+    Conflict,
+    CorruptLog,
+    Event,
+    IdempotencyConflict,
+    Invalid,
+    LeaseLost,
+    LoopDetected,
+    NotFound,
+    PostbusError,
+    Receipt,
+    Reject,
+    RequestTimeout,
+    Retention,
+    Retry,
+    RetryPolicy,
+    Start,
+    StartPolicy,
+    StorageError,
+    StorageFull,
+    StreamSettings,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Backpressure",
+    "Conflict",
+    "Context",
+    "CorruptLog",
+    "Event",
+    "EventBus",
+    "IdempotencyConflict",
+    "Invalid",
+    "LeaseLost",
+    "LoopDetected",
+    "NotFound",
+    "PostbusError",
+    "Receipt",
+    "Reject",
+    "RequestTimeout",
+    "Retention",
+    "Retry",
+    "RetryPolicy",
+    "Start",
+    "StartPolicy",
+    "StorageError",
+    "StorageFull",
+    "StreamSettings",
+    "__version__",
+]

@@ -1,0 +1,423 @@
+"""``EventBus``: what is published is durable before anybody is told, and reaches every subscription at least once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from postbus.bus.binding import bind, name_of
+from postbus.bus.context import current, derivation
+from postbus.bus.registry import Registered, Registry
+from postbus.bus.replies import REPLY, Replies
+from postbus.bus.subscriber import Subscriber
+from postbus.clock import Clock, SystemClock
+from postbus.delivery.dead import DeadLetters
+from postbus.delivery.table import DeliveryTable, new_owner
+from postbus.envelope import draft, parse_instant
+from postbus.log.sqlite import SqliteLog
+from postbus.model import Conflict, Invalid, NotFound, Ordering, PostbusError, RetryPolicy, Start, StartPolicy
+from postbus.topics import check_id, check_pattern, check_stream_name, matches
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from datetime import datetime
+    from types import TracebackType
+
+    from postbus.model import Event, Receipt, Stream, StreamSettings
+
+__all__ = ["EventBus"]
+
+DISPATCH = "_dispatch"
+FRONTIER_S = 1.0
+NOTICE_S = 0.05
+STREAM_TOKENS = 3
+
+
+class EventBus:
+    """A durable event bus on one data folder. ``async with bus:`` recovers, starts, and stops at the end.
+
+    Publishing works as soon as the object exists; handlers run between ``start`` and ``stop``. Several processes may
+    share one folder: each partition of a subscription is worked on by one of them at a time.
+    """
+
+    def __init__(
+        self,
+        path_or_url: str | Path = "./postbus-data",
+        *,
+        tenant: str = "local.default",
+        durability: str = "full",
+        poll_interval: float = 5.0,
+        batch_size: int = 100,
+        lease_s: float = 30.0,
+        stop_grace_s: float = 30.0,
+        max_hops: int = 32,
+        clock: Clock | None = None,
+    ) -> None:
+        if min(poll_interval, batch_size, lease_s, max_hops) <= 0 or stop_grace_s < 0:
+            raise Invalid("poll_interval, batch_size, lease_s and max_hops are above 0, stop_grace_s is not below")
+        self.tenant = tenant
+        self.journal = check_stream_name(f"{tenant}.journal")
+        self.clock = clock or SystemClock()
+        self._url = str(path_or_url)
+        self._durability = durability
+        self._poll_s = poll_interval
+        self._batch = batch_size
+        self._lease_s = lease_s
+        self._grace_s = stop_grace_s
+        self._max_hops = max_hops
+        self._owner = new_owner(self.clock)
+        self._opening = asyncio.Lock()
+        self._log: SqliteLog | None = None
+        self._folder: str | None = None
+        self._subscribers: dict[str, Subscriber] = {}
+        self._middleware: list[Callable[..., Awaitable[Any]]] = []
+        self._running = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # --- life ---
+
+    async def open(self) -> SqliteLog:
+        """Open the log if it is not open yet, and return it. Every method does this by itself."""
+        if self._log is None:
+            async with self._opening:
+                if self._log is None:
+                    self._log = await self._open()
+        return self._log
+
+    async def _open(self) -> SqliteLog:
+        path = self._url
+        if path == "memory:":
+            path = self._folder = tempfile.mkdtemp(prefix="postbus-", dir=_memory())
+        elif path.startswith("sqlite://"):
+            path = path.removeprefix("sqlite://")
+        elif "://" in path:
+            raise Invalid(f"the bus cannot run on {path}", hint="use memory:, sqlite:///folder or a folder's path")
+        log = await asyncio.to_thread(SqliteLog.open, path, clock=self.clock, durability=self._durability)
+        log.projections.start()
+        await log.ensure_stream(self.journal)
+        await log.get_stream_stats(self.journal)
+        self._table = DeliveryTable(log, self.clock, self._owner, self._lease_s)
+        self._registry = Registry(log, self.tenant)
+        self._replies = Replies(log, self.journal)
+        self.dead_letters = DeadLetters(log, self.clock, self.tenant, self._refresh)
+        return log
+
+    async def __aenter__(self) -> Self:
+        """Recover and start."""
+        await self.recover()
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop."""
+        await self.stop()
+
+    async def recover(self) -> int:
+        """Free what processes that died were working on; return how many events were in flight there."""
+        await self.open()
+        known = {registered.id: registered.patterns for registered in await self._registry.all()}
+
+        def match(subscription: str) -> Callable[[str], bool]:
+            patterns = known.get(subscription, ())
+            return lambda topic: any(matches(pattern, topic) for pattern in patterns)
+
+        return await self._table.recover(self.tenant, match)
+
+    async def start(self) -> None:
+        """Dispatch to the handlers from now on. Idempotent."""
+        if self._running:
+            return
+        await self.open()
+        self._running = True
+        for subscriber in self._subscribers.values():
+            await self._attach(subscriber)
+        self._spawn(self._follow_others())
+        self._spawn(self._move_frontier())
+
+    async def stop(self) -> None:
+        """Take no new work, let running handlers finish (up to ``stop_grace_s``), close the log. Idempotent."""
+        running, self._running = self._running, False
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(subscriber.stop(self._grace_s) for subscriber in self._subscribers.values()))
+        log, self._log = self._log, None
+        if log is None:
+            return
+        await self._replies.stop()
+        if running:
+            with contextlib.suppress(PostbusError):
+                await self._pass_frontier(log)
+        await log.close()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # --- publishing ---
+
+    async def publish(
+        self,
+        topic: str,
+        source: str,
+        payload: Any,
+        correlation_id: str | None = None,
+        *,
+        key: str | None = None,
+        headers: dict[str, str] | None = None,
+        native_id: str | None = None,
+        variant: str = "",
+        metadata: dict[str, Any] | None = None,
+        occurred_at: datetime | str | None = None,
+        delivery_handle: dict[str, Any] | None = None,
+    ) -> Receipt:
+        """Append an event and return once it is durable; handlers are woken, never called, by this.
+
+        ``payload`` is a JSON value, or bytes of JSON that are kept as they are. Inside a handler the new event derives
+        from the one being handled: it inherits the correlation unless one is given. Nothing is appended
+        when it raises: ``Invalid`` for a bad argument, ``IdempotencyConflict``, ``LoopDetected``, ``StorageFull``,
+        ``Backpressure``.
+        """
+        log = self._log or await self.open()
+        context = current.get()
+        system_headers = None
+        if context is not None:
+            inherited, system_headers = derivation(context, self._max_hops)
+            correlation_id = correlation_id or inherited
+        made = draft(
+            topic,
+            source,
+            payload,
+            variant=variant,
+            key=key,
+            metadata=metadata,
+            headers=headers,
+            correlation_id=correlation_id,
+            native_id=native_id,
+            delivery_handle=delivery_handle,
+            occurred_at=occurred_at,
+            system_headers=system_headers,
+        )
+        stream = self.journal
+        if topic.count(".") == STREAM_TOKENS - 1 and await log.has_stream(topic):
+            stream = topic
+        return (await log.append(stream, [made]))[0]
+
+    async def ensure_stream(self, name: str, settings: StreamSettings | None = None) -> Stream:
+        """Register a stream: events on the topic of that name are kept there instead of in the journal."""
+        log = await self.open()
+        made = await log.ensure_stream(name, settings)
+        if self._running:
+            for subscriber in self._subscribers.values():
+                await self._attach(subscriber)
+        return made
+
+    async def request(self, topic: str, payload: Any, timeout: float = 30.0, *, source: str = "request") -> Event:  # noqa: ASYNC109 - JSON; the wait is part of the contract
+        """Publish a request and return the event that answers it; raises ``RequestTimeout``."""
+        await self.open()
+        answer = f"{REPLY}.{self.clock.new_id()}"
+        future = await self._replies.expect(answer)
+        handle = {"kind": "bus", "topic": answer}
+        await self.publish(topic, source, payload, delivery_handle=handle)
+        return await self._replies.receive(answer, future, timeout)
+
+    async def reply(self, event: Event, payload: Any, *, source: str = "reply") -> Receipt:
+        """Answer a request through its delivery handle; once per request, whoever answers first."""
+        handle = event.delivery_handle or {}
+        topic = handle.get("topic")
+        if handle.get("kind") != "bus" or not isinstance(topic, str):
+            raise Invalid(f"event {event.id} asks for no reply on the bus")
+        return await self.publish(topic, source, payload, event.correlation_id or event.id)
+
+    # --- subscribing ---
+
+    def subscribe(
+        self,
+        topic: str,
+        handler: Callable[..., Any],
+        subscriber_id: str,
+        *,
+        start: Start | str | datetime | None = None,
+        retry: RetryPolicy | None = None,
+        ordering: Ordering | str = Ordering.KEY,
+        concurrency: int = 10,
+        timeout: float = 300.0,
+        dead_letter_stream: str | None = None,
+    ) -> None:
+        """Register a handler for a topic or pattern under a durable subscriber id.
+
+        Handlers of one id run in the order they were registered and share one place in the log. A new id receives what
+        is still pending, or begins at ``start`` (``latest``, ``earliest``, an instant, or a ``Start``). Raises
+        ``Invalid`` for a bad argument, ``Conflict`` when the id is registered here with other settings.
+        """
+        check_id(subscriber_id, "subscriber_id")
+        if subscriber_id == DISPATCH:
+            raise Invalid(f"{DISPATCH} is the bus's own reader")
+        check_pattern(topic)
+        if concurrency < 1 or timeout <= 0:
+            raise Invalid("concurrency is at least 1 and timeout above 0")
+        if dead_letter_stream is not None:
+            check_stream_name(dead_letter_stream)
+        registered = Registered(
+            id=subscriber_id,
+            patterns=(topic,),
+            retry=_check_retry(retry or RetryPolicy()),
+            ordering=_ordering(ordering),
+            concurrency=concurrency,
+            timeout_s=timeout,
+            dead_letter_stream=dead_letter_stream,
+        )
+        bound = bind(handler)
+        subscriber = self._subscribers.get(subscriber_id)
+        if subscriber is None:
+            # What is published after this line must reach it, however long attaching takes.
+            heads = self._log.known_heads() if self._log is not None else {}
+            subscriber = Subscriber(registered, _start(start), heads)
+            self._subscribers[subscriber_id] = subscriber
+        elif not subscriber.agrees(registered):
+            raise Conflict(f"{subscriber_id} is subscribed with other settings", hint="use another subscriber_id")
+        subscriber.add(topic, bound)
+        if self._running:
+            self._spawn(self._attach(subscriber))
+
+    def on(self, topic: str, *, subscriber_id: str | None = None, **settings: Any) -> Callable[..., Any]:
+        """Decorate a handler; the annotation of its first parameter says what it gets: the event, or its payload."""
+
+        def decorate(handler: Callable[..., Any]) -> Callable[..., Any]:
+            self.subscribe(topic, handler, subscriber_id or name_of(handler), **settings)
+            return handler
+
+        return decorate
+
+    def unsubscribe(self, topic: str, subscriber_id: str) -> None:
+        """Detach the handlers of a pattern; the subscription and its place in the log stay."""
+        subscriber = self._subscribers.get(subscriber_id)
+        if subscriber is None or not subscriber.remove(topic):
+            raise NotFound(f"{subscriber_id} is not subscribed to {topic} here")
+        if not subscriber.patterns:
+            del self._subscribers[subscriber_id]
+            if self._running:
+                self._spawn(subscriber.stop(self._grace_s))
+
+    async def delete_subscription(self, subscriber_id: str) -> bool:
+        """Forget a subscription, its place and its deliveries; False when there was none. Dead letters stay."""
+        log = await self.open()
+        subscriber = self._subscribers.pop(subscriber_id, None)
+        if subscriber is not None:
+            await subscriber.stop(self._grace_s)
+        known = await self._registry.forget(subscriber_id)
+        for stream in await log.streams():
+            if stream.name.startswith(f"{self.tenant}."):
+                known = await log.delete_consumer(stream.name, subscriber_id) or known
+        return known
+
+    async def subscriptions(self) -> list[Registered]:
+        """Return every durable subscription of the tenant."""
+        await self.open()
+        return await self._registry.all()
+
+    def middleware(self, around: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Wrap every handler call: ``async def around(event, ctx, call_next)``; the first one added is outermost."""
+        self._middleware.append(around)
+        return around
+
+    # --- dispatching ---
+
+    async def _attach(self, subscriber: Subscriber) -> None:
+        log = await self.open()
+        await self._registry.save(subscriber.registered)
+        streams = await log.streams()
+        for stream in streams:
+            if subscriber.reads(stream.name, self.journal, self.tenant):
+                await log.ensure_stream(subscriber.grave(stream.name))
+                await self._place(log, subscriber, stream)
+        if self._running:
+            subscriber.run(self, log, self._table, self._batch, self._lease_s, self._poll_s, self._middleware)
+            for stream in streams:
+                if subscriber.reads(stream.name, self.journal, self.tenant):
+                    for partition in range(stream.settings.partitions):
+                        subscriber.add_lane(stream.name, partition)
+
+    async def _place(self, log: SqliteLog, subscriber: Subscriber, stream: Stream) -> None:
+        """Give a new subscription its place: where it asked to start, or where the pending events begin."""
+        if await log.get_consumer(stream.name, subscriber.registered.id) is not None:
+            return
+        name = subscriber.registered.id
+        if subscriber.start is not None:
+            await log.ensure_consumer(stream.name, name, subscriber.start)
+            return
+        await log.ensure_consumer(stream.name, name, Start(policy=StartPolicy.EARLIEST))
+        frontier = await log.get_consumer(stream.name, DISPATCH)
+        for cursor in frontier.cursors if frontier is not None else ():
+            seen = subscriber.heads.get((stream.name, cursor.partition), cursor.next_offset)
+            following = min(cursor.next_offset, seen)
+            if following > 0:
+                await log.commit(stream.name, name, following - 1, cursor.partition)
+
+    async def _move_frontier(self) -> None:
+        """Remember how far events have been offered to everybody there is: what lies behind is no longer pending."""
+        while True:
+            with contextlib.suppress(PostbusError):
+                await self._pass_frontier(await self.open())
+            await self.clock.sleep(FRONTIER_S)
+
+    async def _pass_frontier(self, log: SqliteLog) -> None:
+        for stream in await log.streams():
+            if not stream.name.startswith(f"{self.tenant}.") or stream.name.endswith("-dlq"):
+                continue
+            frontier = await log.ensure_consumer(stream.name, DISPATCH, Start(policy=StartPolicy.EARLIEST))
+            stats = await log.get_stream_stats(stream.name)
+            for cursor, part in zip(frontier.cursors, stats.partitions, strict=True):
+                if part.high_water_mark > cursor.next_offset:
+                    await log.commit(stream.name, DISPATCH, part.high_water_mark - 1, part.partition)
+
+    async def _follow_others(self) -> None:
+        """Look after what other processes changed: re-queued events, replayed dead letters, new streams."""
+        log = await self.open()
+        seen = log.foreign_changes
+        while True:
+            await asyncio.sleep(NOTICE_S)
+            with contextlib.suppress(PostbusError):
+                log.store.writer.notice()
+                if log.foreign_changes != seen:
+                    seen = log.foreign_changes
+                    await self._refresh()
+
+    async def _refresh(self) -> None:
+        await asyncio.gather(*(subscriber.refresh() for subscriber in self._subscribers.values()))
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _memory() -> str | None:
+    """Return a folder that is kept in memory, where the system has one."""
+    shared = Path("/dev/shm")  # noqa: S108 - the folder made in it is private
+    return str(shared) if shared.is_dir() else None
+
+
+def _check_retry(policy: RetryPolicy) -> RetryPolicy:
+    if policy.max_attempts < 1 or policy.backoff_s < 0 or policy.backoff_s_max < 0 or not 0 <= policy.jitter <= 1:
+        raise Invalid("a retry policy has max_attempts of at least 1, backoffs of at least 0 and a jitter of 0..1")
+    return policy
+
+
+def _ordering(value: Ordering | str) -> Ordering:
+    try:
+        return Ordering(value)
+    except ValueError:
+        raise Invalid(f"ordering is 'key' or 'strict', not {value!r}") from None
+
+
+def _start(start: Start | str | datetime | None) -> Start | None:
+    if start is None or isinstance(start, Start):
+        return start
+    if start in (StartPolicy.LATEST, StartPolicy.EARLIEST):
+        return Start(policy=StartPolicy(str(start)))
+    return Start(policy=StartPolicy.AT_TIME, time_us=parse_instant(start))

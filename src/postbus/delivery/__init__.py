@@ -1,0 +1,20 @@
+"""Delivery for one subscription: claim, lease, ack, retry, dead-letter."""
+
+from postbus.delivery.backoff import retry_delay_s
+from postbus.delivery.lane import Lane, Outcome, Work
+from postbus.delivery.runner import Runner, RunnerSettings
+from postbus.delivery.table import DeliveryTable, LaneKey, LaneState, Row, Settlement
+
+__all__ = [
+    "DeliveryTable",
+    "Lane",
+    "LaneKey",
+    "LaneState",
+    "Outcome",
+    "Row",
+    "Runner",
+    "RunnerSettings",
+    "Settlement",
+    "Work",
+    "retry_delay_s",
+]

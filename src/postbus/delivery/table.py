@@ -1,0 +1,298 @@
+"""What became of events, on disk: leases on lanes, and a row for each event that is not simply done.
+
+A *lane* is one subscription's way through one partition. One process at a time works on a lane, under a lease with a
+fencing token: it may start every event in [cursor, reach), so that an attempt is on record before a handler runs
+without a write per event. After a crash whoever takes the lane over turns what was in that range into rows, and those
+are then tried one at a time with a write before each, so that only an event that kills the process collects attempts.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from postbus.log.cursors import committed
+from postbus.model import DeliveryStatus, LeaseLost, Receipt
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import apsw
+
+    from postbus.clock import Clock
+    from postbus.log.sqlite import SqliteLog, Transaction
+    from postbus.model import Draft
+
+__all__ = ["DeliveryTable", "LaneKey", "LaneState", "Row", "Settlement"]
+
+WAITING = "waiting"
+DONE, FAILED, PROCESSING = DeliveryStatus.DONE.value, DeliveryStatus.FAILED.value, DeliveryStatus.PROCESSING.value
+
+LANE = "SELECT owner, token, boot, until_us, reach FROM lanes WHERE stream_id = ? AND consumer = ? AND partition = ?"
+TAKE_LANE = "INSERT OR REPLACE INTO lanes VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+# Keeps a lease that is still ours; changes nothing when somebody has taken it over.
+KEEP_LANE = """
+    UPDATE lanes SET until_us = ?, reach = ?
+    WHERE stream_id = ? AND consumer = ? AND partition = ? AND owner = ? AND token = ?
+"""
+FREE_LANE = """
+    UPDATE lanes SET owner = NULL, reach = 0
+    WHERE stream_id = ? AND consumer = ? AND partition = ? AND owner = ? AND token = ?
+"""
+OWNED_LANES = "SELECT stream_id, consumer, partition, owner, boot FROM lanes WHERE owner IS NOT NULL"
+ROWS = """
+    SELECT "offset", status, attempt, alone, replays, key, boot, due_us, due_at_us, error, dead_stream, dead_offset
+    FROM delivery_rows WHERE stream_id = ? AND consumer = ? AND partition = ? AND status IN ('waiting', 'processing')
+    ORDER BY "offset"
+"""
+SAVE_ROW = "INSERT OR REPLACE INTO delivery_rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+IN_RANGE = """
+    SELECT "offset", topic, key FROM events WHERE stream_id = ? AND partition = ? AND "offset" >= ? AND "offset" < ?
+    ORDER BY "offset"
+"""
+
+
+class LaneKey(NamedTuple):
+    """Which lane: the subscription, and where it reads."""
+
+    subscription: str
+    stream: str
+    partition: int
+
+
+class Row(msgspec.Struct, kw_only=True):
+    """One event that is not simply done, for one subscription."""
+
+    offset: int
+    status: str = WAITING
+    attempt: int = 0
+    alone: bool = False
+    replays: int = 0
+    key: str | None = None
+    boot: str = ""
+    due_us: int = 0
+    due_at_us: int = 0
+    error: str | None = None
+    dead_stream: str | None = None
+    dead_offset: int | None = None
+
+
+class LaneState(NamedTuple):
+    """A lane as its new owner finds it."""
+
+    token: int
+    next_offset: int
+    rows: list[Row]
+    recovered: int
+
+
+class Settlement(NamedTuple):
+    """What a lane wants written: its cursor, its reach, rows that changed, and what is dead."""
+
+    next_offset: int
+    reach: int
+    rows: list[Row]
+    dead: list[tuple[Row, str, Draft]]
+
+
+class DeliveryTable:
+    """Writes and reads deliveries. Each method is one transaction."""
+
+    def __init__(self, log: SqliteLog, clock: Clock, owner: str, lease_s: float) -> None:
+        self._log = log
+        self._clock = clock
+        self._owner = owner
+        self._lease_us = int(lease_s * 1e6)
+
+    # --- time that jumps of the wall clock do not touch ---
+
+    def due_in_us(self, row: Row) -> int:
+        """Return how long a row still waits; a wait that began before a reboot goes on by the wall clock."""
+        if row.boot == self._clock.boot_id() or not row.boot:
+            return row.due_us - self._now()
+        return row.due_at_us - self._clock.now_us()
+
+    def delayed(self, row: Row, delay_s: float) -> None:
+        """Make a row wait from now."""
+        delay = int(delay_s * 1e6)
+        row.status = WAITING
+        row.boot = self._clock.boot_id()
+        row.due_us = self._now() + delay
+        row.due_at_us = self._clock.now_us() + delay
+
+    def _now(self) -> int:
+        return int(self._clock.monotonic_s() * 1e6)
+
+    # --- leases ---
+
+    async def acquire(self, key: LaneKey, window: int, match: Callable[[str], bool]) -> LaneState | None:
+        """Take the lane's lease; None while another live process has it."""
+
+        def take(tx: Transaction) -> LaneState | None:
+            where = (tx.stream(key.stream).stream_id, key.subscription, key.partition)
+            found = tx.db.execute(LANE, where).get
+            token, recovered = 1, 0
+            if found is not None:
+                owner, token, boot, until, reach = found
+                if owner not in (None, self._owner) and self._lives(owner, boot, until):
+                    return None
+                token += 1
+                if owner is not None:
+                    recovered = self._recover(tx, key, reach, match)
+            following = _cursor(tx, key)
+            until = self._now() + self._lease_us
+            tx.db.execute(TAKE_LANE, (*where, self._owner, token, self._clock.boot_id(), until, following + window))
+            return LaneState(token, following, _rows(tx.db, where), recovered)
+
+        return await self._log.transact(take)
+
+    def _lives(self, owner: str, boot: str, until_us: int) -> bool:
+        return boot == self._clock.boot_id() and until_us > self._now() and _alive(owner)
+
+    async def release(self, key: LaneKey, token: int) -> None:
+        """Give a lane back; what is still marked as running waits for the next owner. A lost lease is no error."""
+
+        def free(tx: Transaction) -> None:
+            where = (tx.stream(key.stream).stream_id, key.subscription, key.partition)
+            tx.db.execute(FREE_LANE, (*where, self._owner, token))
+
+        await self._log.transact(free)
+
+    async def recover(self, tenant: str, match: Callable[[str], Callable[[str], bool]]) -> int:
+        """Free every lane of a dead process and return how many events were in flight there."""
+
+        def free(tx: Transaction) -> int:
+            count = 0
+            names = dict(tx.db.execute("SELECT stream_id, name FROM stream_registry WHERE NOT deleted"))
+            for stream_id, consumer, partition, owner, boot in list(tx.db.execute(OWNED_LANES)):
+                name = names.get(stream_id, "")
+                if not name.startswith(f"{tenant}.") or (boot == self._clock.boot_id() and _alive(owner)):
+                    continue
+                key = LaneKey(consumer, name, partition)
+                reach = tx.db.execute(LANE, (stream_id, consumer, partition)).get[4]
+                count += self._recover(tx, key, reach, match(consumer))
+                tx.db.execute(
+                    "UPDATE lanes SET owner = NULL, reach = 0, token = token + 1 "
+                    "WHERE stream_id = ? AND consumer = ? AND partition = ?",
+                    (stream_id, consumer, partition),
+                )
+            return count
+
+        return await self._log.transact(free)
+
+    def _recover(self, tx: Transaction, key: LaneKey, reach: int, match: Callable[[str], bool]) -> int:
+        """Turn what a dead owner may have started into rows that are tried one at a time."""
+        stream_id = tx.stream(key.stream).stream_id
+        where = (stream_id, key.subscription, key.partition)
+        rows = _rows(tx.db, where)
+        running = [row for row in rows if row.status == PROCESSING]
+        known = {row.offset for row in rows}
+        start = _cursor(tx, key)
+        end = min(reach, tx.head(key.stream, key.partition))
+        found = [
+            (offset, event_key)
+            for offset, topic, event_key in tx.db.execute(IN_RANGE, (stream_id, key.partition, start, end))
+            if offset not in known and (match(topic) or match(key.stream))
+        ]
+        # When one event was in flight it is the one that did it; of several, nobody knows which.
+        attempt = 1 if len(found) + len(running) == 1 else 0
+        for row in running:
+            row.status, row.alone = WAITING, True
+            _save(tx, key, stream_id, row)
+        for offset, event_key in found:
+            _save(tx, key, stream_id, Row(offset=offset, attempt=attempt, alone=True, key=event_key))
+        if end > start:
+            tx.move(key.stream, key.subscription, committed, key.partition, end - 1)
+        return len(found) + len(running)
+
+    # --- settling ---
+
+    async def settle(self, key: LaneKey, token: int, settlement: Settlement) -> list[Receipt]:
+        """Write everything a lane has to say in one transaction; raises ``LeaseLost`` when it is no longer ours.
+
+        Dead letters are appended to their streams in the same transaction; their receipts are returned in order.
+        """
+
+        def write(tx: Transaction) -> list[Receipt]:
+            stream_id = tx.stream(key.stream).stream_id
+            until = self._now() + self._lease_us
+            tx.db.execute(
+                KEEP_LANE,
+                (until, settlement.reach, stream_id, key.subscription, key.partition, self._owner, token),
+            )
+            if tx.db.changes() != 1:
+                message = f"another process has taken over {key.subscription} on {key.stream}/{key.partition}"
+                raise LeaseLost(message)
+            receipts: list[Receipt] = []
+            for row, stream, draft in settlement.dead:
+                receipt = tx.append(stream, [draft])[0]
+                receipts.append(receipt)
+                row.status, row.dead_stream, row.dead_offset = FAILED, stream, receipt.offset
+                _save(tx, key, stream_id, row)
+            for row in settlement.rows:
+                _save(tx, key, stream_id, row)
+            if settlement.next_offset > 0:
+                tx.move(key.stream, key.subscription, committed, key.partition, settlement.next_offset - 1)
+            return receipts
+
+        return await self._log.transact(write, grows=bool(settlement.dead))
+
+    async def rows(self, key: LaneKey) -> list[Row]:
+        """Return the rows that wait or run, by offset."""
+
+        def look(db: apsw.Connection) -> list[Row]:
+            stream_id = db.execute("SELECT stream_id FROM stream_registry WHERE name = ?", (key.stream,)).get
+            return _rows(db, (stream_id, key.subscription, key.partition))
+
+        return await self._log.store.read(look)
+
+
+def _cursor(tx: Transaction, key: LaneKey) -> int:
+    query = "SELECT next_offset FROM cursors WHERE stream_id = ? AND consumer = ? AND partition = ?"
+    found = tx.db.execute(query, (tx.stream(key.stream).stream_id, key.subscription, key.partition)).get
+    return 0 if found is None else int(found)
+
+
+def _rows(db: apsw.Connection, where: tuple[int, str, int]) -> list[Row]:
+    names = Row.__struct_fields__
+    found = [Row(**dict(zip(names, values, strict=True))) for values in db.execute(ROWS, where)]
+    for row in found:
+        row.alone = bool(row.alone)
+    return found
+
+
+def _save(tx: Transaction, key: LaneKey, stream_id: int, row: Row) -> None:
+    values: tuple[Any, ...] = (
+        stream_id, key.partition, row.offset, key.subscription, row.status, row.attempt, int(row.alone), row.replays,
+        row.key, row.boot, row.due_us, row.due_at_us, row.error, row.dead_stream, row.dead_offset, tx.now_us,
+    )  # fmt: skip
+    tx.db.execute(SAVE_ROW, values)
+
+
+def _alive(owner: str) -> bool:
+    """Say whether the process that calls itself ``pid.start.random`` still runs on this machine."""
+    pid, _, rest = owner.partition(".")
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (OSError, ValueError):
+        return False
+    started = started_at(int(pid))
+    return not started or started == rest.partition(".")[0]
+
+
+def started_at(pid: int) -> str:
+    """Return when a process started, in the kernel's ticks: a pid alone may belong to another process by now."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def new_owner(clock: Clock) -> str:
+    """Return a name for this process that nobody else ever has."""
+    return f"{os.getpid()}.{started_at(os.getpid())}.{clock.new_id()[:12]}"

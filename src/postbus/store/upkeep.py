@@ -1,0 +1,82 @@
+"""Upkeep off the commit path: WAL checkpoints, the anchor's fsync, and looking after a queue nobody flushes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import apsw
+
+if TYPE_CHECKING:
+    from postbus.store.anchor import Anchor
+    from postbus.store.writer import Writer
+
+__all__ = ["Upkeep"]
+
+TICK_S = 0.5
+CHECKPOINT_PAGES = 1_000
+RESTART_PAGES = 8_000
+RESTART_S_MAX = 0.5
+
+
+class Upkeep:
+    """A thread with a connection of its own. A checkpoint that cannot be done now is done later."""
+
+    def __init__(self, db: apsw.Connection, anchor: Anchor, writer: Writer) -> None:
+        self._db = db
+        self._anchor = anchor
+        self._writer = writer
+        self._pages = 0
+        self._stopping = False
+        self._wake = threading.Event()
+        self._restart_until = 0.0
+        db.set_busy_handler(self._busy)
+        self._thread = threading.Thread(target=self._main, name="postbus-upkeep", daemon=True)
+        self._thread.start()
+
+    def committed(self, _db: apsw.Connection, _name: str, pages: int) -> int:
+        """Take note of the WAL's length after a commit (SQLite's WAL hook)."""
+        self._pages = pages
+        if pages >= CHECKPOINT_PAGES and not self._wake.is_set():
+            self._wake.set()
+        return 0
+
+    def stop(self) -> None:
+        """End the thread after what it is doing."""
+        self._stopping = True
+        self._wake.set()
+        self._thread.join()
+
+    def _main(self) -> None:
+        while not self._stopping:
+            self._wake.wait(TICK_S)
+            self._wake.clear()
+            try:
+                if self._pages >= CHECKPOINT_PAGES:
+                    self._checkpoint()
+                self._anchor.sync()
+            except apsw.BusyError:
+                continue
+            except apsw.FullError:
+                time.sleep(TICK_S)  # the writer finds out by itself; the WAL keeps what was not copied
+            except (OSError, apsw.Error) as error:
+                self._writer.fail(error)
+            self._writer.kick()
+
+    def _checkpoint(self) -> None:
+        # PASSIVE never stands in the writer's way but cannot rewind the WAL under constant load; RESTART holds the
+        # writer up for the little that PASSIVE left, and lets it start over at the WAL's beginning.
+        pages, self._pages = self._pages, 0
+        self._restart_until = 0.0
+        self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        if pages >= RESTART_PAGES:
+            self._restart_until = time.monotonic() + RESTART_S_MAX
+            self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
+
+    def _busy(self, _tries: int) -> bool:
+        if self._stopping or time.monotonic() > self._restart_until:
+            return False
+        time.sleep(random.uniform(0.0001, 0.001))  # noqa: S311 - jitter
+        return True

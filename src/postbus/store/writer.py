@@ -1,0 +1,393 @@
+"""One writer with group commit: everything queued goes into one transaction and one fsync, then all waiters are told.
+
+Callers submit items to *doors*. A door is one kind of write (append, move a cursor, …) that handles all queued items of
+its kind together. Two drivers run the same batch code under one lock:
+
+* while commits are fast and nobody else holds the write lock, the event loop commits its own batch at the end of the
+  iteration in which it was queued; two thread hand-overs would cost more than such a commit does;
+* otherwise (slow disk, large batch, another process writing) the writer thread does, so that the loop never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+import apsw
+
+from postbus.model import StorageError, StorageFailed, StorageFull, StoreBusy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from postbus.store.folder import Folder
+
+__all__ = ["Call", "Door", "Writer"]
+
+INLINE_S_MAX = 0.001
+INLINE_WEIGHT_MAX = 256
+BATCH_JOBS_MAX = 4096
+BUSY_S_MAX = 30.0
+FULL_RETRY_S = 0.2
+QUEUE_MAX = 100_000
+
+# Count a transaction that changed something else than the log itself; the anchor remembers the number.
+COUNT_CHANGE = """
+    INSERT INTO store_facts VALUES ('changes', '1') ON CONFLICT (name) DO UPDATE SET value = value + 1 RETURNING value
+"""
+
+
+class Door(Protocol):
+    """One kind of write. All methods run under the writer's lock, on the loop or on the writer thread."""
+
+    chained: bool
+    """Whether the anchor's marks cover what it writes; what other doors change is counted in the anchor."""
+
+    grows: bool
+    """Whether it takes disk space; such doors are refused with ``StorageFull`` while the disk is full."""
+
+    def run(self, db: apsw.Connection, items: list[Any]) -> list[Any]:
+        """Write the items inside the open transaction; return one outcome each: a value, or an exception to raise.
+
+        An item whose outcome is an exception must have written nothing.
+        """
+
+    def committed(self) -> None:
+        """Publish what ``run`` staged; called after COMMIT and before any waiter is told."""
+
+    def rolled_back(self) -> None:
+        """Forget what ``run`` staged."""
+
+    def others_wrote(self) -> None:
+        """Forget what is cached from the database: another process has changed it."""
+
+
+class Call:
+    """A door for rare writes: each item is a function of the connection, run in a savepoint of its own."""
+
+    chained = False
+
+    def __init__(self, *, grows: bool) -> None:
+        self.grows = grows
+
+    def run(self, db: apsw.Connection, items: list[Callable[[apsw.Connection], Any]]) -> list[Any]:
+        """Call each function; its exception undoes its own writes only."""
+        outcomes: list[Any] = []
+        for call in items:
+            try:
+                with db:
+                    outcomes.append(call(db))
+            except apsw.Error:
+                raise
+            except Exception as error:  # noqa: BLE001 - handed to the caller that submitted it
+                outcomes.append(error)
+        return outcomes
+
+    def committed(self) -> None:
+        """Nothing is staged."""
+
+    def rolled_back(self) -> None:
+        """Nothing is staged."""
+
+    def others_wrote(self) -> None:
+        """Nothing is cached."""
+
+
+class Writer:
+    """Owns the write connection. ``submit`` may be called from any event loop."""
+
+    def __init__(self, db: apsw.Connection, folder: Folder, counted: Callable[[int], None]) -> None:
+        self._db = db
+        self._folder = folder
+        self._counted = counted
+        self._queue: deque[tuple[Door, Any, asyncio.Future[Any], asyncio.AbstractEventLoop]] = deque()
+        self._lock = threading.Lock()
+        self._signal: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._doors: list[Door] = []
+        self._scheduled = False
+        self._heavy = False
+        self._patient = True
+        self._waited_since = 0.0
+        self._contended = False
+        self._batch_s = 0.0
+        self._refusal: StorageError | None = None
+        self._closed = False
+        self._full = False
+        self._full_checked_s = 0.0
+        self._version = self._data_version()
+        db.set_busy_handler(self._busy)
+        self._thread = threading.Thread(target=self._main, name="postbus-writer", daemon=True)
+        self._thread.start()
+
+    def add_door(self, door: Door) -> None:
+        """Tell the door from now on when other processes wrote."""
+        self._doors.append(door)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many items wait that callers should wait first."""
+        return len(self._queue) >= QUEUE_MAX
+
+    @property
+    def failed(self) -> bool:
+        """Whether a write failed in a way that leaves the disk's state unknown."""
+        return isinstance(self._refusal, StorageFailed)
+
+    @property
+    def full(self) -> bool:
+        """Whether the disk was full at the last try."""
+        return self._full
+
+    def submit(self, door: Door, item: object, weight: int = 1) -> asyncio.Future[Any]:
+        """Queue an item; the future resolves after the commit that holds it. A cancelled wait does not undo it."""
+        if self._refusal is not None:
+            raise self._refusal
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Any] = loop.create_future()
+        self._queue.append((door, item, future, loop))
+        if weight > INLINE_WEIGHT_MAX:
+            self._heavy = True
+        if not self._scheduled:
+            self._scheduled = True
+            loop.call_soon(self._flush, loop)
+        return future
+
+    def notice(self) -> None:
+        """Look whether another process has written, and tell the doors; never waits."""
+        if self._closed:
+            raise StorageError("the store is closed")
+        if not self._lock.acquire(blocking=False):
+            return  # a batch is running and looks by itself
+        try:
+            self._patient = False
+            with contextlib.suppress(apsw.Error):  # reading and writing find out by themselves
+                self._look()
+        finally:
+            self._lock.release()
+
+    def kick(self) -> None:
+        """Have the thread look at the queue: the loop that promised to flush may be gone."""
+        if self._queue:
+            self._scheduled = False
+            self._signal.put(True)
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse all further writes: what the disk holds is no longer known."""
+        if not self.failed:
+            self._refusal = StorageFailed(
+                f"a write to the store failed ({error}); it is read-only until it is reopened and verified",
+                hint="close it, run `postbus verify`, then open it again",
+            )
+
+    def close(self) -> None:
+        """Commit what is queued, refuse what comes later, and stop the thread."""
+        self._refusal = self._refusal or StorageError("the store is closed")
+        self._closed = True
+        self._signal.put(False)
+        self._thread.join()
+
+    # --- drivers ---
+
+    def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._scheduled = False
+        inline = not self._heavy and self._batch_s < INLINE_S_MAX and not self._contended
+        if inline and self._lock.acquire(blocking=False):
+            try:
+                self._patient = False
+                self._run(loop)
+            finally:
+                self._lock.release()
+        if self._queue:
+            self._signal.put(True)
+
+    def _main(self) -> None:
+        while True:
+            go_on = self._signal.get()
+            while self._queue:
+                with self._lock:
+                    self._patient = True
+                    self._run(None)
+                if self._contended:  # let the other process in: the lock is not fair by itself
+                    time.sleep(random.uniform(0.0002, 0.001))  # noqa: S311 - jitter
+            if not go_on:
+                return
+
+    def _busy(self, tries: int) -> bool:
+        if not self._patient:
+            return False
+        if tries == 0:
+            self._waited_since = time.monotonic()
+        if time.monotonic() - self._waited_since > BUSY_S_MAX:
+            return False
+        time.sleep(random.uniform(0.0001, min(0.0005 * (tries + 1), 0.005)))  # noqa: S311 - jitter
+        return True
+
+    # --- one batch ---
+
+    def _run(self, loop: asyncio.AbstractEventLoop | None) -> None:
+        """Take what is queued through one transaction; with ``loop`` this is that loop's own thread."""
+        jobs = self._queue
+        batch = [jobs.popleft() for _ in range(min(len(jobs), BATCH_JOBS_MAX))]
+        if not batch:
+            return
+        heavy, self._heavy = self._heavy, False
+        if self._full:
+            batch = self._without_growth(batch, loop)
+        started = time.perf_counter()
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+        except apsw.BusyError:
+            if self._patient:
+                text = f"another process held the store's write lock for {BUSY_S_MAX:.0f} s"
+                self._settle([(job, StoreBusy(text)) for job in batch], loop)
+            else:
+                jobs.extendleft(reversed(batch))
+            return
+        except apsw.Error as error:
+            self._settle(self._after_failure(batch, error, loop), loop)
+            return
+        self._settle(self._transact(batch, loop), loop)
+        if not heavy:
+            self._batch_s += 0.2 * (time.perf_counter() - started - self._batch_s)
+
+    def _transact(
+        self,
+        batch: list[tuple[Door, Any, asyncio.Future[Any], asyncio.AbstractEventLoop]],
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> list[tuple[Any, Any]]:
+        groups: dict[Door, list[Any]] = {}
+        for job in batch:
+            groups.setdefault(job[0], []).append(job)
+        settled: list[tuple[Any, Any]] = []
+        changes = 0
+        try:
+            self._look()
+            for door, group in groups.items():
+                before = self._db.total_changes()
+                settled += zip(group, door.run(self._db, [job[1] for job in group]), strict=True)
+                if not door.chained and not changes and self._db.total_changes() != before:
+                    changes = int(self._db.execute(COUNT_CHANGE).get)
+            self._db.execute("COMMIT")
+        except Exception as error:  # noqa: BLE001 - every kind is sorted out below, nothing is swallowed
+            self._roll_back(groups)
+            return self._after_failure(batch, error, loop)
+        if changes:
+            self._counted(changes)
+        for door in groups:
+            door.committed()
+        return settled
+
+    def _after_failure(self, batch: list[Any], error: Exception, loop: asyncio.AbstractEventLoop | None) -> list[Any]:
+        if _no_room(error):
+            self._full = True
+            self._full_checked_s = time.monotonic()
+            self._folder.release_reserve()
+            smaller = self._without_growth(batch, loop)
+            if len(smaller) == len(batch):  # even the acknowledgements do not fit
+                return [(job, _full()) for job in batch]
+            return self._again(smaller, loop)
+        blameless = isinstance(error, apsw.Error) and not isinstance(error, (apsw.ConstraintError, apsw.SQLError))
+        if blameless or self._db.in_transaction:
+            self._refuse_batch(batch, error, loop)
+            return []
+        if len(batch) == 1:
+            return [(batch[0], error)]
+        settled: list[Any] = []
+        for job in batch:  # one of them is at fault; the others must not pay for it
+            settled += self._again([job], loop)
+        return settled
+
+    def _again(self, batch: list[Any], loop: asyncio.AbstractEventLoop | None) -> list[Any]:
+        if not batch:
+            return []
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+        except apsw.BusyError as error:
+            return [(job, StoreBusy(str(error))) for job in batch]
+        except apsw.Error as error:
+            if _no_room(error):
+                return [(job, _full()) for job in batch]
+            self._refuse_batch(batch, error, loop)
+            return []
+        return self._transact(batch, loop)
+
+    def _without_growth(self, batch: list[Any], loop: asyncio.AbstractEventLoop | None) -> list[Any]:
+        """Refuse what takes space while the disk is full; let it pass again once the reserve can be held."""
+        if time.monotonic() - self._full_checked_s > FULL_RETRY_S:
+            self._full_checked_s = time.monotonic()
+            if self._folder.hold_reserve():
+                self._full = False
+                return batch
+        self._settle([(job, _full()) for job in batch if job[0].grows], loop)
+        return [job for job in batch if not job[0].grows]
+
+    def _refuse_batch(self, batch: list[Any], error: BaseException, loop: asyncio.AbstractEventLoop | None) -> None:
+        self.fail(error)
+        self._settle([(job, self._refusal) for job in batch], loop)
+
+    def _roll_back(self, groups: dict[Door, list[Any]]) -> None:
+        if self._db.in_transaction:
+            with contextlib.suppress(apsw.Error):
+                self._db.execute("ROLLBACK")
+        for door in groups:
+            door.rolled_back()
+
+    def _look(self) -> None:
+        version = self._data_version()
+        self._contended = version != self._version
+        if self._contended:
+            self._version = version
+            for door in self._doors:
+                door.others_wrote()
+
+    def _data_version(self) -> int:
+        return int(self._db.execute("PRAGMA data_version").get)
+
+    # --- telling the waiters ---
+
+    @staticmethod
+    def _settle(pairs: list[tuple[Any, Any]], here: asyncio.AbstractEventLoop | None) -> None:
+        elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
+        for pair in pairs:
+            (_, _, future, loop), outcome = pair
+            if loop is here:
+                _tell(future, outcome)
+            else:
+                elsewhere.setdefault(loop, []).append(pair)
+        for loop, theirs in elsewhere.items():
+            with contextlib.suppress(RuntimeError):  # that loop was closed; nobody waits there
+                loop.call_soon_threadsafe(_tell_all, theirs)
+
+
+def _tell(future: asyncio.Future[Any], outcome: object) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+def _tell_all(pairs: list[tuple[Any, Any]]) -> None:
+    for job, outcome in pairs:
+        _tell(job[2], outcome)
+
+
+def _no_room(error: Exception) -> bool:
+    """Say whether the disk is full; SQLite reports a WAL index that cannot grow in another way than a file."""
+    return isinstance(error, apsw.FullError) or (
+        isinstance(error, apsw.IOError) and getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE
+    )
+
+
+def _full() -> StorageFull:
+    return StorageFull(
+        "the disk is full: nothing was appended",
+        hint="free some space; reads and acknowledgements go on, appends resume by themselves",
+    )

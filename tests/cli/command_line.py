@@ -1,0 +1,102 @@
+"""Ways to run a command: in this process, as its own process, on a terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMMANDS = ("append", "read", "streams", "consumers", "lag", "verify", "salvage", "backup", "restore")
+ORDERS = "local.default.orders"
+TIMEOUT_S = 30
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def lines(self) -> list[Any]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+    @property
+    def error(self) -> Any:
+        return json.loads(self.err)["error"]
+
+
+Run = Callable[..., Done]
+
+
+def process(*words: str | bytes, given: bytes = b"", **more: Any) -> subprocess.CompletedProcess[bytes]:
+    """Run a command as its own process, as a shell does."""
+    command = [sys.executable, "-m", "postbus", *words]
+    more = {"capture_output": True} | more
+    return subprocess.run(command, input=given, timeout=TIMEOUT_S, check=False, **more)
+
+
+@contextmanager
+def started(*words: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that goes on; killed at the end if it is still there."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-m", "postbus", *words], stdin=pipe, stdout=pipe, stderr=pipe) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def next_line(child: subprocess.Popen[bytes]) -> bytes:
+    assert child.stdout is not None
+    assert select.select([child.stdout], [], [], TIMEOUT_S)[0], "nothing came"
+    return child.stdout.readline()
+
+
+def on_terminal(*words: str, columns: int = 80) -> tuple[int, str]:
+    """Run a command on a terminal of its own; returns its exit code and all it printed there."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = os.environ | {"TERM": "xterm-256color"}
+    command = [sys.executable, "-m", "postbus", *words]
+    with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as child:
+        os.close(slave)
+        printed = b""
+        try:
+            while block := os.read(master, 65536):
+                printed += block
+        except OSError:  # the other side is closed
+            pass
+        finally:
+            os.close(master)
+    return child.returncode, printed.decode().replace("\r\n", "\n")
+
+
+def without_colour(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def spoil(data: Path, *texts: bytes) -> None:
+    """Change one letter of each text wherever the database keeps it; pages keep copies of rows that have moved."""
+    path = data / "postbus.db"
+    content = path.read_bytes()
+    for text in texts:
+        assert text in content
+        content = content.replace(text, bytes([text[0] ^ 1]) + text[1:])
+    path.write_bytes(content)
