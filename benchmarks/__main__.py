@@ -75,6 +75,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help=f"where results go (benchmarks/results; quick: {NOT_KEPT})")
     parser.add_argument("--list", action="store_true", help="show what there is and end")
     given = parser.parse_args()
+    if given.rounds is not None and given.rounds < 1:
+        parser.error("--rounds is at least 1")
     console = Console()
     options = Options(given.rounds or (2 if given.quick else 7), given.quick)
     if given.list:

@@ -6,14 +6,19 @@ import sqlite3
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import PAGE_BYTES, Contender, Options, apsw_connection, until_steady
-from benchmarks.load import PAYLOAD_BYTES, PAYLOADS, Stopwatch
+from benchmarks.load import DRAFTS, PAYLOAD_BYTES, PAYLOADS, Stopwatch
+from postbus.log.heads import Head
+from postbus.store.migrations import migrate
+from postbus.store.records import INSERT_COLUMNS, insert_statement
 
-__all__ = ["BareBatches", "BareSingles", "StdlibSingles", "quantiles_us"]
+__all__ = ["BareBatches", "BareEvents", "BareSingles", "StdlibSingles", "quantiles_us"]
 
 TABLE = "CREATE TABLE rows (id INTEGER PRIMARY KEY, payload BLOB NOT NULL)"
 INSERT = "INSERT INTO rows (payload) VALUES (?)"
+INSERT_EVENT = insert_statement(1)
 
 
 def quantiles_us(taken_s: list[float]) -> dict[str, float]:
@@ -60,6 +65,29 @@ class BareBatches(Contender):
         self._next += rows
         self._db.execute("BEGIN IMMEDIATE")
         self._db.executemany(INSERT, batch)
+        self._db.execute("COMMIT")
+
+
+class BareEvents(BareBatches):
+    """Bare apsw into the log's own table with all its columns and its index: what SQLite itself takes of an append."""
+
+    def open(self, folder: Path) -> None:
+        """See ``Contender.open``; the rows are ready-made, only their offsets are new."""
+        self._db = apsw_connection(folder / "bare.db")
+        migrate(self._db)
+        head, now_us, width = Head(0, 0, bytes(32), 0, None), 1_700_000_000_000_000, len(INSERT_COLUMNS)
+        values: list[Any] = []
+        for draft in DRAFTS:
+            head.take(draft, now_us, 1, values)
+        self._rows = [tuple(values[start + 3 : start + width]) for start in range(0, len(values), width)]
+        until_steady(folder / "bare.db-wal", self._write, self._options.warm_bytes)
+
+    def _batch(self, rows: int) -> None:
+        first, made = self._next, self._rows
+        self._next += rows
+        batch = [(1, 0, offset, *made[offset % len(made)]) for offset in range(first, first + rows)]
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.executemany(INSERT_EVENT, batch)
         self._db.execute("COMMIT")
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import importlib.util
 import itertools
+import re
 import shutil
 import socket
 import subprocess
@@ -26,7 +28,7 @@ from benchmarks.bare import quantiles_us
 from benchmarks.harness import AsyncContender, Missing, Options
 from benchmarks.load import PAYLOADS, Stopwatch
 
-__all__ = ["JetStreamOne", "JetStreamPublishers", "RedisClients", "RedisOne", "RedisPipeline", "main"]
+__all__ = ["JetStreamOne", "JetStreamPublishers", "RedisClients", "RedisOne", "RedisPipeline", "main", "redis_version"]
 
 CLIENTS = 100
 START_S_MAX = 20.0
@@ -45,6 +47,16 @@ NEEDS = {
 def program(name: str) -> str | None:
     """Return where a server is: beside this interpreter or on PATH."""
     return shutil.which(name, path=sysconfig.get_path("scripts")) or shutil.which(name)
+
+
+def redis_version() -> str | None:
+    """Return the version of the Redis server that is here."""
+    server = program("redis-server")
+    if server is None:
+        return None
+    said = subprocess.run([server, "--version"], check=True, capture_output=True, text=True).stdout
+    found = re.search(r"v=(\S+)", said)
+    return found[1] if found else None
 
 
 def how_to_get(peer: str) -> str | None:
@@ -202,11 +214,10 @@ class RedisClients(Peer):
 
     async def connect(self, port: int) -> None:
         """See ``Peer.connect``."""
-        from redis.asyncio import Redis  # noqa: PLC0415 - optional
-
+        redis = importlib.import_module("redis.asyncio")
         self._clients: list[Any] = []
         for _ in range(self.connections):
-            client = Redis(host="127.0.0.1", port=port, single_connection_client=True)
+            client = redis.Redis(host="127.0.0.1", port=port, single_connection_client=True)
             self._clients.append(client)
             await client.ping()
 
@@ -268,12 +279,11 @@ class JetStreamPublishers(Peer):
 
     async def connect(self, port: int) -> None:
         """See ``Peer.connect``."""
-        import nats  # noqa: PLC0415 - optional
-        from nats.js.api import StorageType, StreamConfig  # noqa: PLC0415 - optional
-
+        nats, api = importlib.import_module("nats"), importlib.import_module("nats.js.api")
         self._connection = await nats.connect(f"nats://127.0.0.1:{port}")
         self._jetstream = self._connection.jetstream()
-        await self._jetstream.add_stream(StreamConfig(name="orders", subjects=["orders"], storage=StorageType.FILE))
+        stream = api.StreamConfig(name="orders", subjects=["orders"], storage=api.StorageType.FILE)
+        await self._jetstream.add_stream(stream)
 
     async def disconnect(self) -> None:
         """See ``Peer.disconnect``."""

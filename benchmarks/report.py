@@ -20,6 +20,7 @@ import apsw
 from rich.table import Table
 
 from benchmarks.harness import Finding, Measure, Options, RaceResult, judge
+from benchmarks.peers import redis_version
 from benchmarks.plot import bars
 
 __all__ = ["Report"]
@@ -205,4 +206,5 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    server = redis_version()
+    return found | ({"redis-server": server} if server else {})

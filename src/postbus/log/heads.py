@@ -67,12 +67,11 @@ class Head:
         if latest is None or occurred >= latest:
             self.latest = occurred
             latest = None
-        values.append(stream_id)
-        values += facts[:12]
-        values += (
-            None if occurred == now_us else occurred, now_us, None if trust == "trusted" else trust,
-            latest, size, crc32(encoded), chain,
-        )  # fmt: skip
+        values += (stream_id, *facts)
+        values[-3] = None if occurred == now_us else occurred
+        if trust == "trusted":
+            values[-1] = None
+        values += (latest, size, crc32(encoded), chain)
         return facts
 
 

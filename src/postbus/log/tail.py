@@ -53,11 +53,11 @@ class Tails:
         entries.extend(links)
         tail.size += size + 300 * len(links)
         if len(entries) > 2 * EVENTS_MAX or tail.size > 2 * BYTES_MAX:
-            kept = entries[-EVENTS_MAX:]
-            while len(kept) > 1 and sum(_size(entry) for entry in kept) > BYTES_MAX:
-                kept = kept[len(kept) // 2 :]
+            # Half of it goes; how large that half was is known well enough from the average.
+            share = min(EVENTS_MAX / len(entries), BYTES_MAX / tail.size)
+            kept = entries[-max(int(share * len(entries)), 1) :]
             tail.view = (base + len(entries) - len(kept), kept)
-            tail.size = sum(_size(entry) for entry in kept)
+            tail.size = int(tail.size * len(kept) / len(entries))
 
     def get(self, key: Key, start: int, end: int) -> list[Event] | None:
         """Return the events of [start, end), or None when they are not all here."""
@@ -77,11 +77,6 @@ class Tails:
     def forget(self) -> None:
         """Drop everything."""
         self._tails = {}
-
-
-def _size(entry: Any) -> int:
-    payload = entry.payload_json if isinstance(entry, Event) else entry[6]
-    return len(payload) + 300
 
 
 class Waiters:

@@ -47,6 +47,7 @@ CACHE_KIB = 32 * 1024
 READERS = 2
 BUSY_MS_MAX = 10_000
 BACKPRESSURE_S = 0.5
+HEAVY = 1_000_000
 
 
 def connect(
@@ -179,9 +180,12 @@ class Store:
         """Queue one item for a door; see ``Writer.submit``."""
         return self.writer.submit(door, item, weight)
 
-    async def write(self, call: Callable[[apsw.Connection], T], *, grows: bool = True) -> T:
-        """Run a function of the write connection inside the next transaction and return its result when durable."""
-        result: T = await self.submit(self._calls[grows], call)
+    async def write(self, call: Callable[[apsw.Connection], T], *, grows: bool = True, heavy: bool = False) -> T:
+        """Run a function of the write connection inside the next transaction and return its result when durable.
+
+        ``heavy`` says that it takes long, so that it runs on the writer thread and not on the loop.
+        """
+        result: T = await self.submit(self._calls[grows], call, HEAVY if heavy else 1)
         return result
 
     async def room(self) -> None:

@@ -115,7 +115,7 @@ class Writer:
         self._patient = True
         self._waited_since = 0.0
         self._contended = False
-        self._batch_s = 0.0
+        self._commit_s = 0.0
         self._refusal: StorageError | None = None
         self._closed = False
         self._full = False
@@ -196,7 +196,7 @@ class Writer:
 
     def _flush(self, loop: asyncio.AbstractEventLoop) -> None:
         self._scheduled = False
-        inline = not self._heavy and self._batch_s < INLINE_S_MAX and not self._contended
+        inline = not self._heavy and self._commit_s < INLINE_S_MAX and not self._contended
         if inline and self._lock.acquire(blocking=False):
             try:
                 self._patient = False
@@ -236,10 +236,9 @@ class Writer:
         batch = [jobs.popleft() for _ in range(min(len(jobs), BATCH_JOBS_MAX))]
         if not batch:
             return
-        heavy, self._heavy = self._heavy, False
+        self._heavy = False
         if self._full:
             batch = self._without_growth(batch, loop)
-        started = time.perf_counter()
         try:
             self._db.execute("BEGIN IMMEDIATE")
         except apsw.BusyError:
@@ -253,8 +252,6 @@ class Writer:
             self._settle(self._after_failure(batch, error, loop), loop)
             return
         self._settle(self._transact(batch, loop), loop)
-        if not heavy:
-            self._batch_s += 0.2 * (time.perf_counter() - started - self._batch_s)
 
     def _transact(
         self,
@@ -273,7 +270,9 @@ class Writer:
                 settled += zip(group, door.run(self._db, [job[1] for job in group]), strict=True)
                 if not door.chained and not changes and self._db.total_changes() != before:
                     changes = int(self._db.execute(COUNT_CHANGE).get)
+            started = time.perf_counter()
             self._db.execute("COMMIT")
+            self._commit_s += 0.2 * (time.perf_counter() - started - self._commit_s)
         except Exception as error:  # noqa: BLE001 - every kind is sorted out below, nothing is swallowed
             self._roll_back(groups)
             return self._after_failure(batch, error, loop)

@@ -107,7 +107,16 @@ class AppendDoor:
         for draft in drafts:
             if draft.native_id is not None:
                 return self._append_identified(db, kept, drafts, now_us, values)
-        return [self._put(db, kept, draft, now_us, values) for draft in drafts]
+        if len(kept.firsts) > 1:
+            return [self._put(db, kept, draft, now_us, values) for draft in drafts]
+        staged = self._staged_partition(db, kept, 0)
+        take, keep, stream_id, durability = staged.head.take, staged.facts.append, kept.stream_id, self._durability
+        receipts: list[Receipt] = []
+        for draft in drafts:  # the common case, with nothing called that need not be
+            facts = take(draft, now_us, stream_id, values)
+            keep(facts)
+            receipts.append(Receipt(name, 0, facts[1], False, durability, now_us))
+        return receipts
 
     def _append_identified(
         self, db: apsw.Connection, kept: Kept, drafts: Sequence[Draft], now_us: int, values: list[Any]
@@ -139,16 +148,19 @@ class AppendDoor:
         return receipts
 
     def _put(self, db: apsw.Connection, kept: Kept, draft: Draft, now_us: int, values: list[Any]) -> Receipt:
-        partitions = len(kept.firsts)
-        partition = 0 if partitions == 1 else choose_partition(draft, partitions, kept.turn)
+        partition = choose_partition(draft, len(kept.firsts), kept.turn)
         kept.turn += 1
+        staged = self._staged_partition(db, kept, partition)
+        facts = staged.head.take(draft, now_us, kept.stream_id, values)
+        staged.facts.append(facts)
+        return Receipt(kept.stream.name, partition, facts[1], False, self._durability, now_us)
+
+    def _staged_partition(self, db: apsw.Connection, kept: Kept, partition: int) -> _Staged:
         key = (kept.stream_id, partition)
         staged = self._staged.get(key)
         if staged is None:
             staged = self._staged[key] = _Staged(kept, self._ledger.head(db, kept, partition).copy())
-        facts = staged.head.take(draft, now_us, kept.stream_id, values)
-        staged.facts.append(facts)
-        return Receipt(kept.stream.name, partition, facts[1], False, self._durability, now_us)
+        return staged
 
     def _insert(self, db: apsw.Connection, values: list[Any]) -> None:
         rows, done = len(values) // _WIDTH, 0

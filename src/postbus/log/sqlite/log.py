@@ -175,6 +175,7 @@ class SqliteLog(CursorLog):
     async def append(self, stream: str, drafts: Sequence[Draft]) -> list[Receipt]:
         """See ``Log.append``."""
         if not drafts:
+            self.store.writer.notice()
             await self._stream(stream)
             return []
         writer = self.store.writer

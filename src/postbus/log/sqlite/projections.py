@@ -29,7 +29,7 @@ __all__ = ["Projections"]
 
 BLOCK = 256
 CHUNK = 4096
-DELAY_S = 0.02
+DELAY_S = 0.1
 REST_S = 5.0
 
 NEXT_SEQ = "SELECT next_seq FROM projection_place WHERE name = 'log'"
@@ -91,7 +91,7 @@ class Projections:
     async def catch_up(self, progress: Callable[[int], None] = lambda _rows: None) -> None:
         """Project everything there is; ``progress`` gets the number of rows of each chunk."""
         while True:
-            rows = await self._store.write(_project)
+            rows = await self._store.write(_project, heavy=True)
             progress(rows)
             if rows == 0:
                 return
