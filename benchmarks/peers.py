@@ -1,8 +1,8 @@
 """Peers with the same promise (an acknowledged event is on disk): Redis Streams and NATS JetStream.
 
-Each runs as a process of its own on a free loopback port, with its data beside everyone else's, and is ended by its
-process id. ``python -m benchmarks.peers`` says which are here and how to get the others; with ``--install`` it gets the
-Python parts.
+Peers that call handlers are in ``bus_peers.py``. Every server runs as a process of its own on a free loopback port,
+with its data beside everyone else's, and is ended by its process id. ``python -m benchmarks.peers`` says which
+are here and how to get the others; with ``--install`` it gets the Python parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,20 @@ from benchmarks.bare import quantiles_us
 from benchmarks.harness import AsyncContender, Missing, Options
 from benchmarks.load import PAYLOADS, Stopwatch
 
-__all__ = ["JetStreamOne", "JetStreamPublishers", "RedisClients", "RedisOne", "RedisPipeline", "main", "redis_version"]
+__all__ = [
+    "JetStreamOne",
+    "JetStreamPublishers",
+    "RedisClients",
+    "RedisOne",
+    "RedisPipeline",
+    "Server",
+    "free_port",
+    "how_to_get",
+    "main",
+    "nats_server",
+    "redis_server",
+    "redis_version",
+]
 
 CLIENTS = 100
 START_S_MAX = 20.0
@@ -41,6 +54,9 @@ NEEDS = {
         "redis": PYTHON_PARTS,
     },
     "NATS JetStream": {"nats-server": PYTHON_PARTS, "nats": PYTHON_PARTS},
+    "FastStream": {"nats-server": PYTHON_PARTS, "nats": PYTHON_PARTS, "faststream": PYTHON_PARTS},
+    "huey": {"huey": PYTHON_PARTS},
+    "bubus": {"bubus": PYTHON_PARTS},
 }
 
 
@@ -102,6 +118,35 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def redis_server(folder: Path, port: int) -> list[str]:
+    """Return what starts Redis with its AOF synced always; snapshots and AOF rewrites are off, to spare the disk."""
+    server = program("redis-server")
+    assert server is not None
+    settings = {
+        "bind": "127.0.0.1",
+        "port": str(port),
+        "dir": str(folder.resolve()),
+        "appendonly": "yes",
+        "appendfsync": "always",
+        "auto-aof-rewrite-percentage": "0",
+        "save": "",
+    }
+    return [server, *(word for name, value in settings.items() for word in (f"--{name}", value))]
+
+
+def nats_server(folder: Path, port: int) -> list[str]:
+    """Return what starts NATS with JetStream on files, synced always."""
+    server = program("nats-server")
+    assert server is not None
+    settings = folder / "nats.conf"
+    store = folder.resolve() / "data"
+    settings.write_text(
+        f'listen: "127.0.0.1:{port}"\njetstream {{ store_dir: "{store}", sync_interval: always }}\n',
+        encoding="utf-8",
+    )
+    return [server, "--config", str(settings)]
 
 
 class Peer(AsyncContender):
@@ -198,19 +243,8 @@ class RedisClients(Peer):
     connections = CLIENTS
 
     def command(self, folder: Path, port: int) -> list[str]:
-        """See ``Peer.command``; snapshots and AOF rewrites are off, so that nothing else uses the disk."""
-        server = program("redis-server")
-        assert server is not None
-        settings = {
-            "bind": "127.0.0.1",
-            "port": str(port),
-            "dir": str(folder.resolve()),
-            "appendonly": "yes",
-            "appendfsync": "always",
-            "auto-aof-rewrite-percentage": "0",
-            "save": "",
-        }
-        return [server, *(word for name, value in settings.items() for word in (f"--{name}", value))]
+        """See ``Peer.command``."""
+        return redis_server(folder, port)
 
     async def connect(self, port: int) -> None:
         """See ``Peer.connect``."""
@@ -267,15 +301,7 @@ class JetStreamPublishers(Peer):
 
     def command(self, folder: Path, port: int) -> list[str]:
         """See ``Peer.command``."""
-        server = program("nats-server")
-        assert server is not None
-        settings = folder / "nats.conf"
-        store = folder.resolve() / "data"
-        settings.write_text(
-            f'listen: "127.0.0.1:{port}"\njetstream {{ store_dir: "{store}", sync_interval: always }}\n',
-            encoding="utf-8",
-        )
-        return [server, "--config", str(settings)]
+        return nats_server(folder, port)
 
     async def connect(self, port: int) -> None:
         """See ``Peer.connect``."""

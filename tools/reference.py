@@ -41,7 +41,8 @@ def cli_reference(root: Any) -> str:
     parts = ["# Command line", NOTE]
     for path, command in commands(root, "postbus"):
         parts += [f"## `{path}`", inspect.cleandoc(command.help or "")]
-        parts += [_parameters(command)]
+        # As text: they show what can be done, not one session that could be run from top to bottom.
+        parts += [_parameters(command), (command.epilog or "").replace("```console", "```text")]
     return _page(parts)
 
 
@@ -51,12 +52,12 @@ def _parameters(command: Any) -> str:
         if getattr(parameter, "hidden", False):
             continue
         option = parameter.param_type_name == "option"
-        names = [*parameter.opts, *parameter.secondary_opts] if option else [parameter.name.upper()]
+        argument = parameter.metavar or parameter.name.upper()
+        names = [*parameter.opts, *parameter.secondary_opts] if option else [argument]
         variables = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar or []
-        default = parameter.default
         cells = [
             ", ".join(f"`{name}`" for name in names),
-            "required" if parameter.required else "" if default is None or callable(default) else f"`{default}`",
+            "required" if parameter.required else _default(parameter.default),
             ", ".join(f"`{variable}`" for variable in variables),
             (getattr(parameter, "help", None) or "").replace("|", "\\|").replace("\n", " "),
         ]
@@ -64,6 +65,11 @@ def _parameters(command: Any) -> str:
     if not rows:
         return ""
     return "\n".join(["| parameter | default | variable | meaning |", "|---|---|---|---|", *rows])
+
+
+def _default(value: Any) -> str:
+    """The default of a parameter; that a flag is not given by default need not be said."""
+    return "" if value is None or value is False or callable(value) else f"`{value}`"
 
 
 def python_reference(*modules: ModuleType) -> str:

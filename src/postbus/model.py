@@ -255,7 +255,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a stream is kept; ``None`` means no bound of that kind."""
+    """How much of each partition of a stream is kept; ``None`` means no bound of that kind."""
 
     age_s: float | None = None
     bytes: int | None = None

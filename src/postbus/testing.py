@@ -1,13 +1,17 @@
 """The public test kit: the real engine in memory, on a clock that you move.
 
 ``async with BusKit() as kit:`` gives a running bus. Publish, then ``await kit.settle()`` until nothing is left to do;
-``await kit.advance(seconds)`` to let retries, timeouts and leases come due, without waiting for any of them.
+``await kit.advance(seconds)`` to let retries, timeouts and leases come due, without waiting for any of them;
+``await kit.crash()`` to see what is left when the process ends in the middle of everything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from postbus.bus import EventBus
@@ -23,8 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["BusKit", "FakeClock"]
 
 START_US = 1_750_000_000_000_000
-STEPS_MAX = 200_000
-IDLE_ROUNDS = 6
+STEPS_MAX = 100_000
+STEP_S = 0.0005
+QUIET_STEPS = 3
 
 
 class FakeClock(SystemClock):
@@ -58,6 +63,12 @@ class FakeClock(SystemClock):
             if not future.done():
                 future.get_loop().call_soon_threadsafe(_finish, future)
 
+    def next_in_s(self) -> float | None:
+        """Return how far to move until the next sleeper wakes; None when nobody sleeps."""
+        while self._sleepers and self._sleepers[0][2].done():
+            heapq.heappop(self._sleepers)
+        return (self._sleepers[0][0] - self._monotonic_us) / 1e6 if self._sleepers else None
+
     async def sleep(self, seconds: float) -> None:
         """Wait until the clock has been moved that far."""
         if seconds <= 0:
@@ -88,11 +99,17 @@ def _finish(future: asyncio.Future[None]) -> None:
 
 
 class BusKit:
-    """A bus in memory on a fake clock, with what a test wants to ask of it."""
+    """A bus on a fake clock, in memory unless a path is given, with what a test wants to ask of it."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.clock = FakeClock()
-        self.bus = EventBus("memory:", clock=self.clock, **settings)
+    def __init__(self, path: str | Path | None = None, *, clock: FakeClock | None = None, **settings: Any) -> None:
+        self.clock = clock or FakeClock()
+        self._folder = None if path is not None else tempfile.mkdtemp(prefix="postbus-kit-", dir=_memory())
+        self._path = path if path is not None else self._folder
+        self._settings = settings
+        self.bus = self._make()
+
+    def _make(self) -> EventBus:
+        return EventBus(str(self._path), clock=self.clock, **self._settings)
 
     async def __aenter__(self) -> Self:
         """Recover and start."""
@@ -103,11 +120,39 @@ class BusKit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Stop, without waiting on the fake clock."""
+        await self.stop()
+        if self._folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def start(self) -> None:
+        """Recover and start the bus, after ``stop`` or ``crash``."""
+        await self.bus.__aenter__()
+
+    async def stop(self) -> None:
+        """Stop the bus; time passes until it has stopped."""
         stopping = asyncio.get_running_loop().create_task(self.bus.stop())
         while not stopping.done():
-            await asyncio.sleep(0.002)
-            self.clock.advance(1.0)
+            await asyncio.wait([stopping], timeout=0.01)
+            if not stopping.done():
+                self.clock.advance(1.0)
         await stopping
+
+    async def crash(self) -> None:
+        """End as a killed process does: nothing that runs is finished, nothing is given back.
+
+        ``kit.bus`` is then a new bus on the same store, without handlers and not started.
+        """
+        bus = self.bus
+        log = await bus.open()
+        runners = [s._runner for s in bus._subscribers.values() if s._runner is not None]  # noqa: SLF001 - the kit is part of the bus
+        tasks = [*bus._tasks, *bus._replies._tasks, *(task for runner in runners for task in runner.tasks())]  # noqa: SLF001 - as above
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        owner = bus._owner  # noqa: SLF001 - as above
+        await log.transact(lambda tx: tx.run("UPDATE lanes SET owner = 'dead' WHERE owner = ?", (owner,)))
+        await log.close()
+        self.bus = self._make()
 
     async def publish(self, topic: str, payload: Any, **fields: Any) -> Receipt:
         """Publish as source ``test`` unless one is given."""
@@ -116,18 +161,31 @@ class BusKit:
     async def settle(self) -> None:
         """Wait until everything that can happen without time passing has happened."""
         quiet = 0
-        before = await self._picture()
+        before = self._picture()
         for _ in range(STEPS_MAX):
-            await asyncio.sleep(0.002)
-            now = await self._picture()
-            quiet = quiet + 1 if now == before else 0
+            await asyncio.sleep(STEP_S)
+            now = self._picture()
+            quiet = quiet + 1 if now == before and now is not None else 0
             before = now
-            if quiet >= IDLE_ROUNDS:
+            if quiet >= QUIET_STEPS:
                 return
         raise TimeoutError("the bus does not come to rest: do two handlers answer each other for ever?")
 
     async def advance(self, seconds: float) -> None:
-        """Let time pass, then settle."""
+        """Let time pass from one thing that comes due to the next, settling in between."""
+        left = seconds
+        while True:
+            await self.settle()
+            following = self.clock.next_in_s()
+            if following is None or following > left:
+                break
+            self.clock.advance(following)
+            left -= following
+        self.clock.advance(left)
+        await self.settle()
+
+    async def jump(self, seconds: float) -> None:
+        """Let all that time pass at once: what came due meanwhile comes due now, however late. Then settle."""
         await self.settle()
         self.clock.advance(seconds)
         await self.settle()
@@ -153,21 +211,27 @@ class BusKit:
 
     async def journal(self) -> list[tuple[Any, ...]]:
         """Return the rows of the ``event_journal`` view."""
-        log = await self.bus.open()
-        return await log.store.read(lambda db: list(db.execute("SELECT * FROM event_journal ORDER BY id")))
+        return await self.query("SELECT * FROM event_journal ORDER BY id")
 
-    async def _picture(self) -> object:
+    async def query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Return the rows of any SQL query on the store."""
         log = await self.bus.open()
-        counts = [tuple(s.counts.values()) for s in self.bus._subscribers.values()]  # noqa: SLF001 - the kit is part of the bus
-        rows = await log.store.read(
-            lambda db: list(
-                db.execute('SELECT stream_id, consumer, partition, "offset", status, attempt FROM delivery_rows')
-            )
-        )
-        cursors = await log.store.read(
-            lambda db: list(
-                db.execute("SELECT consumer, partition, next_offset FROM cursors WHERE consumer <> '_dispatch'")
-            )
-        )
-        head = (await log.get_stream_stats(self.bus.journal)).count
-        return counts, rows, cursors, head
+        return await log.store.read(lambda db: list(db.execute(statement, values)))
+
+    def _picture(self) -> object:
+        """Return what a resting bus looks like; None while it is at work."""
+        bus = self.bus
+        log, subscribers = bus._log, bus._subscribers.values()  # noqa: SLF001 - the kit is part of the bus
+        if log is None:
+            return ()
+        writer, pool = log.store.writer, log.store._pool  # noqa: SLF001 - as above
+        reading = pool._idle_semaphore._value < len(pool._threads)  # type: ignore[attr-defined]  # noqa: SLF001 - as above
+        if reading or writer._queue or writer._lock.locked() or (bus._running and any(s.busy for s in subscribers)):  # noqa: SLF001 - as above
+            return None
+        return [tuple(s.counts.values()) for s in subscribers], log.known_heads()
+
+
+def _memory() -> str | None:
+    """Return a folder that is kept in memory, where the system has one."""
+    shared = Path("/dev/shm")  # noqa: S108 - the folder made in it is private
+    return str(shared) if shared.is_dir() else None

@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-COMMANDS = ("append", "read", "streams", "consumers", "lag", "verify", "salvage", "backup", "restore")
+COMMANDS = (
+    "demo", "publish", "tail", "events", "subscriptions", "requeue", "trace",
+    "dlq", "dlq list", "dlq show", "dlq replay", "dlq purge",
+    "append", "read", "streams", "consumers", "lag",
+    "verify", "salvage", "backup", "restore", "stats", "compact",
+)  # fmt: skip
+JOURNAL = "local.default.journal"
 ORDERS = "local.default.orders"
 TIMEOUT_S = 30
 
@@ -43,6 +49,7 @@ class Done:
 
 
 Run = Callable[..., Done]
+Wait = Callable[[str], str]
 
 
 def process(*words: str | bytes, given: bytes = b"", **more: Any) -> subprocess.CompletedProcess[bytes]:
@@ -69,14 +76,35 @@ def next_line(child: subprocess.Popen[bytes]) -> bytes:
     return child.stdout.readline()
 
 
-def on_terminal(*words: str, columns: int = 80) -> tuple[int, str]:
-    """Run a command on a terminal of its own; returns its exit code and all it printed there."""
+@contextmanager
+def beside(data: Path) -> Iterator[Wait]:
+    """The program ``office`` on a store; gives the function that waits until it prints a line that begins so."""
+    command = [sys.executable, str(Path(__file__).with_name("office.py")), str(data)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0) as child:
+
+        def wait(beginning: str) -> str:
+            while not (line := next_line(child).decode()).startswith(beginning):
+                assert line, "it ended"
+            return line.rstrip()
+
+        try:
+            wait("ready")
+            yield wait
+            child.terminate()
+            assert child.wait(TIMEOUT_S) == 0
+        finally:
+            child.kill()
+
+
+def on_terminal(*words: str, columns: int = 80, given: str = "") -> tuple[int, str]:
+    """Run a command on a terminal of its own, type what is given; returns its exit code and all it printed there."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color"}
     command = [sys.executable, "-m", "postbus", *words]
     with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as child:
         os.close(slave)
+        os.write(master, given.encode())
         printed = b""
         try:
             while block := os.read(master, 65536):

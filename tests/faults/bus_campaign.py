@@ -113,7 +113,7 @@ class Town:
                 *lines, self._rest = (self._rest + data).split(b"\n")
                 for line in lines:
                     self.said.take(line.decode())
-        assert self.said.errors == []
+        assert self.said.errors == [], self.said.errors
 
     def opened(self, pid: int, patience_s: float = PATIENCE_S) -> None:
         """Wait until somebody has the bus open."""
@@ -156,7 +156,7 @@ class Town:
         for role in crew:
             self.opened(self.fork(role))
         while done < kills:
-            self.listen(rolls.uniform(0.0, 0.5))
+            self.listen(rolls.uniform(0.0, rolls.choice((0.3, 0.3, 1.5))))
             victims = list(self.living) if rolls.random() < 0.1 else [rolls.choice(list(self.living))]
             for pid in victims:
                 workers += self.living[pid] == "worker"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def _in_order(name: str, firsts: list[int], events: dict[int, tuple[str, str | N
 
 
 def _disorder(offsets: list[int]) -> str:
-    pairs = [pair for pair in zip(offsets, offsets[1:], strict=False) if pair[0] > pair[1]]
+    pairs = [pair for pair in pairwise(offsets) if pair[0] > pair[1]]
     return f"from {pairs[0][0]} back to {pairs[0][1]}, {len(pairs)} times"
 
 

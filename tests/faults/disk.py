@@ -5,8 +5,8 @@ WAL works through it (SQLite maps the WAL index past the Python layer, which the
 
 from __future__ import annotations
 
-import os
 import threading
+from pathlib import Path
 from typing import Any
 
 import apsw
@@ -64,15 +64,15 @@ class Disk(apsw.VFS):
 
     def xOpen(self, name: Any, flags: list[int]) -> apsw.VFSFile:  # noqa: N802 - SQLite's names
         path = name.filename() if isinstance(name, apsw.URIFilename) else name
-        self.pass_through("xOpen", os.path.basename(path or "temporary"))
-        return _File(self, name, flags, os.path.basename(path or "temporary"))
+        self.pass_through("xOpen", Path(path or "temporary").name)
+        return _File(self, name, flags, Path(path or "temporary").name)
 
     def xDelete(self, filename: str, syncdir: bool) -> None:  # noqa: N802
-        self.pass_through("xDelete", os.path.basename(filename))
+        self.pass_through("xDelete", Path(filename).name)
         super().xDelete(filename, syncdir)
 
     def xAccess(self, pathname: str, flags: int) -> bool:  # noqa: N802
-        self.pass_through("xAccess", os.path.basename(pathname))
+        self.pass_through("xAccess", Path(pathname).name)
         return super().xAccess(pathname, flags)
 
 

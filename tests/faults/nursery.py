@@ -2,7 +2,8 @@
 
 Each line on stdin, ``SEED FIRST FOLDER``, forks a publisher that numbers its identified facts from FIRST. Everything is
 imported already, so that a life costs a fork. Publishers write one line per happening to the shared stdout, each in one
-``write``: ``born PID``, ``open PID``, ``ack KIND NUMBER STREAM PARTITION OFFSET``, ``moved CONSUMER THROUGH``, ``error PID TEXT``.
+``write``: ``born PID``, ``open PID``, ``ack KIND NUMBER STREAM PARTITION OFFSET``, ``moved CONSUMER THROUGH``, ``busy
+PID``, ``error PID TEXT``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ async def follow(log: SqliteLog) -> None:
         if found.events:
             moved = await log.commit(SINGLE, CONSUMER, found.events[-1].offset)
             say("moved", CONSUMER, moved.committed)
-        await log.wait(SINGLE, 0, found.high_water_mark - 1, 0.01)
+        await log.wait(SINGLE, 0, found.high_water_mark, 0.01)
 
 
 async def tidy(log: SqliteLog) -> None:

@@ -45,7 +45,7 @@ HOLDINGS = {
     'ORDER BY stream_id, partition, "offset"',
     "by row": f'SELECT stream_id, {EVENT_FIELDS} FROM events NOT INDEXED ORDER BY stream_id, partition, "offset"',
     "rows": 'SELECT seq, stream_id, partition, "offset", chain FROM events NOT INDEXED ORDER BY seq',
-    "streams": "SELECT stream_id, name, settings, epoch, created_at_us, deleted FROM stream_registry ORDER BY stream_id",
+    "streams": "SELECT stream_id, name, settings, epoch, created_at_us, deleted FROM stream_registry ORDER BY 1",
     "partitions": "SELECT stream_id, partition, first_offset, base_bytes, base_chain FROM partitions ORDER BY 1, 2",
     "identities": "SELECT * FROM identities ORDER BY stream_id, native_id, variant",
     "readers": "SELECT * FROM readers ORDER BY stream_id, consumer",
@@ -116,7 +116,7 @@ async def varied(log: SqliteLog, rows: int = 100) -> None:
     await log.ensure_consumer(JOURNAL, "reader", EARLIEST)
     await log.commit(JOURNAL, "reader", rows)
     await log.ensure_consumer(WIDE, "reader", EARLIEST)
-    await log.commit(WIDE, "reader", 3, partition=1)
+    await log.commit(WIDE, "reader", 0, partition=1)
     await log.trim(JOURNAL, before=rows // 3)
     await log.delete_stream(AGAIN)
     await log.ensure_stream(AGAIN)
@@ -130,7 +130,7 @@ async def varied(log: SqliteLog, rows: int = 100) -> None:
 def run_python(module: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
     """Start a module of the tests in a process of its own, with its output in a pipe."""
     command = [sys.executable, "-m", module, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **{**pipes, **options})
 

@@ -1,4 +1,4 @@
-"""Flipped bits, wiped sectors and cut-off files: each is noticed or provably harmless, and salvage loses only what was hit."""
+"""Flipped bits, wiped sectors, cut-off files: each is noticed or provably harmless; salvage loses only what was hit."""
 
 from __future__ import annotations
 

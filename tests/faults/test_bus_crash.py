@@ -1,16 +1,25 @@
-"""kill -9 on the bus: every event is handled at least once, in order, none is lost, none is stuck, effects happen once."""
+"""kill -9 on the bus: every event is handled at least once and in order, none is lost or stuck, effects happen once."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.faults.bus_campaign import Town
+from postbus.bus import EventBus
+from postbus.model import Event
+from tests.faults.bus_campaign import PATIENCE_S, Town, query, unfinished
 from tests.faults.bus_judge import judge
+from tests.faults.bus_nursery import BOMB, HASTY, Diary, store_of
 from tests.faults.campaign import FULL, dice
+from tests.faults.scene import children, run_python
 
 KILLS = 120 if FULL else 20
+HARMLESS = 50
+LEASE_S = 30.0
 
 pytestmark = [pytest.mark.xdist_group("bus crash"), pytest.mark.slow]
 
@@ -21,7 +30,7 @@ def test_killed_workers_and_publishers_lose_nothing(ground: Path, crew: tuple[st
     with Town(ground / "town") as town:
         of_workers = town.campaign(rolls, KILLS, crew)
         for pid, role in list(town.living.items()):
-            if role == "publisher" or len([other for other in town.living.values() if other == "worker"]) > 1:
+            if role == "publisher" or Counter(town.living.values())["worker"] > 1:
                 town.kill(pid)
         (last,) = town.living
         took_s = town.drain()
@@ -30,3 +39,94 @@ def test_killed_workers_and_publishers_lose_nothing(ground: Path, crew: tuple[st
     print(f"{KILLS} kills, {of_workers} of workers; drained in {took_s:.1f} s; {verdict}")  # noqa: T201 - what it did
     assert verdict.acked > KILLS
     assert verdict.dead > 0
+
+
+def test_the_work_of_a_killed_process_is_taken_over_before_its_lease_is_over(ground: Path) -> None:
+    with Town(ground / "town") as town:
+        first, second = town.fork("worker"), town.fork("worker")
+        publisher = town.fork("publisher")
+        for pid in (first, second, publisher):
+            town.opened(pid)
+        town.listen(1.0)
+        owners = {int(owner.split(".")[0]) for (owner,) in query(town.folder, "SELECT DISTINCT owner FROM lanes")}
+        assert owners <= {first, second}
+        for pid in owners - {publisher}:
+            town.kill(pid)
+            if not {first, second} & town.living.keys():
+                town.opened(town.fork("worker"))
+        town.kill(publisher)
+        assert town.drain(LEASE_S * 0.8) < LEASE_S * 0.8
+
+
+# --- an event that kills whoever handles it ---------------------------------------------------------------------------
+
+
+async def load(folder: Path, names: tuple[str, ...], *, keyed: bool) -> None:
+    """Publish harmless events with the one that kills in their midst."""
+    bus = EventBus(store_of(folder))
+    for number in range(HARMLESS + 1):
+        for name in names:
+            await bus.publish(f"{name}.load", "test", {"n": number}, key=f"key-{number % 5}" if keyed else None)
+    await bus.stop()
+
+
+@pytest.mark.parametrize("keyed", [True, False] if FULL else [True])
+@pytest.mark.parametrize("names", [("loose",), ("strict",), ("loose", "strict")], ids=["key", "strict", "both"])
+def test_an_event_that_kills_is_dead_in_the_end_and_its_neighbours_are_not(
+    ground: Path, names: tuple[str, ...], keyed: bool
+) -> None:
+    with Town(ground / "town") as town:
+        asyncio.run(load(town.folder, names, keyed=keyed))
+        deaths = 0
+        while True:
+            pid = town.fork("bombed")
+            deadline = time.monotonic() + PATIENCE_S
+            while Path(f"/proc/{pid}").exists() and not (pid in town.said.opened and not unfinished(town.folder)):
+                town.listen(0.02)
+                assert time.monotonic() < deadline, f"stuck: {unfinished(town.folder)}"
+            if Path(f"/proc/{pid}").exists():
+                town.stop(pid)
+                break
+            town.living.pop(pid)
+            deaths += 1
+            assert deaths <= (HASTY.max_attempts + 2) * len(names), "it goes on and on"
+        letters = query(town.folder, "SELECT subscription, origin_offset, reason, attempts FROM dead_letters")
+        bombs = {name: BOMB * len(names) + index for index, name in enumerate(names)}
+        assert sorted(letters) == sorted((name, at, "crash", HASTY.max_attempts) for name, at in bombs.items())
+        for index, name in enumerate(names):
+            expected = {number * len(names) + index for number in range(HARMLESS + 1)} - {bombs[name]}
+            assert {at for word, at, _, _ in Diary(town.folder, name).read() if word == "done"} == expected
+        everything = set(range((HARMLESS + 1) * len(names)))
+        assert {at for word, at, _, _ in Diary(town.folder, "bystander").read() if word == "done"} == everything
+    print(f"{deaths} deaths")  # noqa: T201 - what it did
+
+
+# --- who is dead ------------------------------------------------------------------------------------------------------
+
+
+async def handles_within(folder: Path, seconds: float) -> None:
+    """Publish an event on a bus of this process and wait until it is handled here."""
+    bus = EventBus(store_of(folder))
+    handled = asyncio.Event()
+
+    async def handle(_event: Event) -> None:
+        handled.set()
+
+    bus.subscribe("loose.load", handle, "loose")
+    async with bus, asyncio.timeout(seconds):
+        await bus.publish("loose.load", "test", {"n": 1})
+        await handled.wait()
+
+
+def test_a_process_that_nobody_buried_is_dead_all_the_same(ground: Path) -> None:
+    (ground / "town").mkdir()
+    with children(run_python("tests.faults.bus_nursery", "bombed", str(ground / "town"))) as (process,):
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("open"):
+            pass
+        while query(ground / "town", "SELECT count(*) FROM lanes WHERE owner IS NOT NULL") != [(3,)]:
+            time.sleep(0.02)
+        process.kill()  # and no wait: it stays in the process table
+        while " Z " not in Path(f"/proc/{process.pid}/stat").read_text("ascii"):
+            time.sleep(0.01)
+        asyncio.run(handles_within(ground / "town", LEASE_S / 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import shutil
 import tempfile
 from pathlib import Path
@@ -11,15 +12,27 @@ from typing import TYPE_CHECKING, Any, Self
 
 from postbus.bus.binding import bind, name_of
 from postbus.bus.context import current, derivation
-from postbus.bus.registry import Registered, Registry
+from postbus.bus.registry import JOURNAL, Registered, Registry, whole
 from postbus.bus.replies import REPLY, Replies
+from postbus.bus.settings import check_numbers, check_retry, parse_ordering, parse_start
 from postbus.bus.subscriber import Subscriber
 from postbus.clock import Clock, SystemClock
-from postbus.delivery.dead import DeadLetters
+from postbus.delivery.dead import SUFFIX, DeadLetters
 from postbus.delivery.table import DeliveryTable, new_owner
-from postbus.envelope import draft, parse_instant
+from postbus.envelope import Limits, draft
+from postbus.log.cursors import committed, ensured
 from postbus.log.sqlite import SqliteLog
-from postbus.model import Conflict, Invalid, NotFound, Ordering, PostbusError, RetryPolicy, Start, StartPolicy
+from postbus.model import (
+    Conflict,
+    Durability,
+    Invalid,
+    NotFound,
+    Ordering,
+    PostbusError,
+    RetryPolicy,
+    Start,
+    StartPolicy,
+)
 from postbus.topics import check_id, check_pattern, check_stream_name, matches
 
 if TYPE_CHECKING:
@@ -27,14 +40,21 @@ if TYPE_CHECKING:
     from datetime import datetime
     from types import TracebackType
 
+    from postbus.log.sqlite import Transaction
     from postbus.model import Event, Receipt, Stream, StreamSettings
 
 __all__ = ["EventBus"]
 
+logger = logging.getLogger("postbus.bus")
+
 DISPATCH = "_dispatch"
 FRONTIER_S = 1.0
 NOTICE_S = 0.05
+ATTACH_S = 1.0
 STREAM_TOKENS = 3
+EVERYTHING = Start(policy=StartPolicy.EARLIEST)
+# An event's address may be longer than the correlation ids that publishers give themselves.
+OWN, INHERITED = Limits(), Limits(correlation_id_bytes=512)
 
 
 class EventBus:
@@ -57,10 +77,13 @@ class EventBus:
         max_hops: int = 32,
         clock: Clock | None = None,
     ) -> None:
-        if min(poll_interval, batch_size, lease_s, max_hops) <= 0 or stop_grace_s < 0:
-            raise Invalid("poll_interval, batch_size, lease_s and max_hops are above 0, stop_grace_s is not below")
+        check_numbers(poll_interval=poll_interval, lease_s=lease_s)
+        check_numbers(whole=True, batch_size=batch_size, max_hops=max_hops)
+        check_numbers(least=0, stop_grace_s=stop_grace_s)
+        if durability not in {*Durability}:
+            raise Invalid(f"durability is 'full' or 'relaxed', not {durability!r}")
         self.tenant = tenant
-        self.journal = check_stream_name(f"{tenant}.journal")
+        self.journal = check_stream_name(f"{tenant}.{JOURNAL}")
         self.clock = clock or SystemClock()
         self._url = str(path_or_url)
         self._durability = durability
@@ -74,6 +97,9 @@ class EventBus:
         self._log: SqliteLog | None = None
         self._folder: str | None = None
         self._subscribers: dict[str, Subscriber] = {}
+        self._attaching: dict[str, asyncio.Lock] = {}
+        self._placing: dict[str, asyncio.Event] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
         self._middleware: list[Callable[..., Awaitable[Any]]] = []
         self._running = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -102,14 +128,20 @@ class EventBus:
         await log.get_stream_stats(self.journal)
         self._table = DeliveryTable(log, self.clock, self._owner, self._lease_s)
         self._registry = Registry(log, self.tenant)
-        self._replies = Replies(log, self.journal)
+        self._replies = Replies(log, self.journal, self.clock)
         self.dead_letters = DeadLetters(log, self.clock, self.tenant, self._refresh)
         return log
 
     async def __aenter__(self) -> Self:
         """Recover and start."""
-        await self.recover()
-        await self.start()
+        try:
+            count = await self.recover()
+            if count:
+                logger.info("recovered %d events", count)
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(
@@ -123,9 +155,10 @@ class EventBus:
         await self.open()
         known = {registered.id: registered.patterns for registered in await self._registry.all()}
 
-        def match(subscription: str) -> Callable[[str], bool]:
+        def match(subscription: str, stream: str) -> Callable[[str], bool]:
             patterns = known.get(subscription, ())
-            return lambda topic: any(matches(pattern, topic) for pattern in patterns)
+            everything = any(whole(pattern, stream) for pattern in patterns)
+            return lambda topic: everything or any(matches(pattern, topic) for pattern in patterns)
 
         return await self._table.recover(self.tenant, match)
 
@@ -135,8 +168,7 @@ class EventBus:
             return
         await self.open()
         self._running = True
-        for subscriber in self._subscribers.values():
-            await self._attach(subscriber)
+        await self._attach_all()
         self._spawn(self._follow_others())
         self._spawn(self._move_frontier())
 
@@ -146,7 +178,11 @@ class EventBus:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(subscriber.stop(self._grace_s) for subscriber in self._subscribers.values()))
+        for placing in self._placing.values():
+            placing.set()
+        self._placing.clear()
+        subscribers = list(self._subscribers.values())
+        await asyncio.gather(*(subscriber.stop(self._grace_s) for subscriber in subscribers), *self._leaving.values())
         log, self._log = self._log, None
         if log is None:
             return
@@ -156,7 +192,7 @@ class EventBus:
                 await self._pass_frontier(log)
         await log.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     # --- publishing ---
 
@@ -184,10 +220,14 @@ class EventBus:
         """
         log = self._log or await self.open()
         context = current.get()
-        system_headers = None
-        if context is not None:
+        system_headers, limits = None, OWN
+        if context is None:
+            while self._placing:  # who subscribed before this call must not miss what it appends
+                await next(iter(self._placing.values())).wait()
+        else:
             inherited, system_headers = derivation(context, self._max_hops)
-            correlation_id = correlation_id or inherited
+            if correlation_id is None:
+                correlation_id, limits = inherited, INHERITED
         made = draft(
             topic,
             source,
@@ -201,6 +241,7 @@ class EventBus:
             delivery_handle=delivery_handle,
             occurred_at=occurred_at,
             system_headers=system_headers,
+            limits=limits,
         )
         stream = self.journal
         if topic.count(".") == STREAM_TOKENS - 1 and await log.has_stream(topic):
@@ -212,18 +253,17 @@ class EventBus:
         log = await self.open()
         made = await log.ensure_stream(name, settings)
         if self._running:
-            for subscriber in self._subscribers.values():
-                await self._attach(subscriber)
+            await self._attach_all()
         return made
 
     async def request(self, topic: str, payload: Any, timeout: float = 30.0, *, source: str = "request") -> Event:  # noqa: ASYNC109 - JSON; the wait is part of the contract
         """Publish a request and return the event that answers it; raises ``RequestTimeout``."""
+        check_numbers(timeout=timeout)
         await self.open()
         answer = f"{REPLY}.{self.clock.new_id()}"
-        future = await self._replies.expect(answer)
-        handle = {"kind": "bus", "topic": answer}
-        await self.publish(topic, source, payload, delivery_handle=handle)
-        return await self._replies.receive(answer, future, timeout)
+        async with self._replies.expect(answer) as reply:
+            await self.publish(topic, source, payload, delivery_handle={"kind": "bus", "topic": answer})
+            return await self._replies.receive(reply, timeout)
 
     async def reply(self, event: Event, payload: Any, *, source: str = "reply") -> Receipt:
         """Answer a request through its delivery handle; once per request, whoever answers first."""
@@ -258,31 +298,32 @@ class EventBus:
         if subscriber_id == DISPATCH:
             raise Invalid(f"{DISPATCH} is the bus's own reader")
         check_pattern(topic)
-        if concurrency < 1 or timeout <= 0:
-            raise Invalid("concurrency is at least 1 and timeout above 0")
+        check_numbers(whole=True, concurrency=concurrency)
+        check_numbers(timeout=timeout)
         if dead_letter_stream is not None:
-            check_stream_name(dead_letter_stream)
+            self._check_grave(dead_letter_stream)
         registered = Registered(
             id=subscriber_id,
             patterns=(topic,),
-            retry=_check_retry(retry or RetryPolicy()),
-            ordering=_ordering(ordering),
+            retry=check_retry(retry or RetryPolicy()),
+            ordering=parse_ordering(ordering),
             concurrency=concurrency,
             timeout_s=timeout,
             dead_letter_stream=dead_letter_stream,
         )
-        bound = bind(handler)
+        bound, begin = bind(handler), parse_start(start)
         subscriber = self._subscribers.get(subscriber_id)
         if subscriber is None:
             # What is published after this line must reach it, however long attaching takes.
             heads = self._log.known_heads() if self._log is not None else {}
-            subscriber = Subscriber(registered, _start(start), heads)
+            subscriber = Subscriber(registered, begin, heads)
             self._subscribers[subscriber_id] = subscriber
         elif not subscriber.agrees(registered):
             raise Conflict(f"{subscriber_id} is subscribed with other settings", hint="use another subscriber_id")
         subscriber.add(topic, bound)
         if self._running:
-            self._spawn(self._attach(subscriber))
+            self._placing.setdefault(subscriber_id, asyncio.Event())
+            self._spawn(self._attach_later(subscriber))
 
     def on(self, topic: str, *, subscriber_id: str | None = None, **settings: Any) -> Callable[..., Any]:
         """Decorate a handler; the annotation of its first parameter says what it gets: the event, or its payload."""
@@ -293,26 +334,39 @@ class EventBus:
 
         return decorate
 
+    def _check_grave(self, name: str) -> None:
+        check_stream_name(name)
+        if not name.startswith(f"{self.tenant}.") or not name.endswith(SUFFIX):
+            message = f"a dead-letter stream of {self.tenant} is called {self.tenant}.<name>{SUFFIX}, not {name}"
+            raise Invalid(message)
+
     def unsubscribe(self, topic: str, subscriber_id: str) -> None:
         """Detach the handlers of a pattern; the subscription and its place in the log stay."""
         subscriber = self._subscribers.get(subscriber_id)
         if subscriber is None or not subscriber.remove(topic):
             raise NotFound(f"{subscriber_id} is not subscribed to {topic} here")
-        if not subscriber.patterns:
-            del self._subscribers[subscriber_id]
+        if subscriber.patterns:
             if self._running:
-                self._spawn(subscriber.stop(self._grace_s))
+                self._spawn(self._attach_later(subscriber))
+            return
+        del self._subscribers[subscriber_id]
+        if self._running:
+            task = asyncio.get_running_loop().create_task(subscriber.stop(self._grace_s))
+            self._leaving[subscriber_id] = task
+            task.add_done_callback(lambda _: self._leaving.pop(subscriber_id, None))
 
     async def delete_subscription(self, subscriber_id: str) -> bool:
         """Forget a subscription, its place and its deliveries; False when there was none. Dead letters stay."""
         log = await self.open()
         subscriber = self._subscribers.pop(subscriber_id, None)
-        if subscriber is not None:
-            await subscriber.stop(self._grace_s)
-        known = await self._registry.forget(subscriber_id)
-        for stream in await log.streams():
-            if stream.name.startswith(f"{self.tenant}."):
-                known = await log.delete_consumer(stream.name, subscriber_id) or known
+        async with self._attaching.setdefault(subscriber_id, asyncio.Lock()):
+            if subscriber is not None:
+                await subscriber.stop(self._grace_s)
+            await asyncio.gather(*[task for name, task in self._leaving.items() if name == subscriber_id])
+            known = await self._registry.forget(subscriber_id)
+            for stream in await log.streams():
+                if stream.name.startswith(f"{self.tenant}."):
+                    known = await log.delete_consumer(stream.name, subscriber_id) or known
         return known
 
     async def subscriptions(self) -> list[Registered]:
@@ -323,40 +377,70 @@ class EventBus:
     def middleware(self, around: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Wrap every handler call: ``async def around(event, ctx, call_next)``; the first one added is outermost."""
         self._middleware.append(around)
+        for subscriber in self._subscribers.values():
+            subscriber.wrap()
         return around
 
     # --- dispatching ---
 
+    async def _attach_later(self, subscriber: Subscriber) -> None:
+        """Attach in the background: what goes wrong is said in the log of the process, and tried again."""
+        name = subscriber.registered.id
+        while self._running:
+            try:
+                await self._attach(subscriber)
+                break
+            except PostbusError as error:
+                logger.error("%s cannot be attached: %s", name, error)  # noqa: TRY400 - its sentence says it all
+            finally:
+                self._placing.pop(name, asyncio.Event()).set()
+            await self.clock.sleep(ATTACH_S)
+
     async def _attach(self, subscriber: Subscriber) -> None:
+        """Give a subscriber its place in every stream it reads, and start it there. Idempotent."""
+        name = subscriber.registered.id
         log = await self.open()
-        await self._registry.save(subscriber.registered)
-        streams = await log.streams()
-        for stream in streams:
-            if subscriber.reads(stream.name, self.journal, self.tenant):
-                await log.ensure_stream(subscriber.grave(stream.name))
-                await self._place(log, subscriber, stream)
-        if self._running:
-            subscriber.run(self, log, self._table, self._batch, self._lease_s, self._poll_s, self._middleware)
+        async with self._attaching.setdefault(name, asyncio.Lock()):
+            if self._subscribers.get(name) is not subscriber:
+                return
+            await self._registry.save(subscriber.registered)
+            known = await log.get_consumer(self.journal, name)
+            streams = [s for s in await log.streams() if subscriber.reads(s.name, self.journal, self.tenant)]
             for stream in streams:
-                if subscriber.reads(stream.name, self.journal, self.tenant):
+                grave = await log.ensure_stream(subscriber.grave(stream.name))
+                if grave.settings.partitions != 1:
+                    raise Conflict(f"{grave.name} takes no dead letters: it has {grave.settings.partitions} partitions")
+                younger = known is not None and stream.created_at_us >= known.created_at_us
+                await self._place(log, subscriber, stream, EVERYTHING if younger else subscriber.start)
+            subscriber.placed = True
+            self._placing.pop(name, asyncio.Event()).set()
+            if (leaving := self._leaving.get(name)) is not None:
+                await leaving  # the same id was detached just now: its handlers finish first
+            if self._running and self._subscribers.get(name) is subscriber:
+                subscriber.run(self, log, self._table, self._batch, self._lease_s, self._poll_s, self._middleware)
+                for stream in streams:
                     for partition in range(stream.settings.partitions):
                         subscriber.add_lane(stream.name, partition)
 
-    async def _place(self, log: SqliteLog, subscriber: Subscriber, stream: Stream) -> None:
+    async def _place(self, log: SqliteLog, subscriber: Subscriber, stream: Stream, start: Start | None) -> None:
         """Give a new subscription its place: where it asked to start, or where the pending events begin."""
-        if await log.get_consumer(stream.name, subscriber.registered.id) is not None:
-            return
         name = subscriber.registered.id
-        if subscriber.start is not None:
-            await log.ensure_consumer(stream.name, name, subscriber.start)
+        if await log.get_consumer(stream.name, name) is not None:
             return
-        await log.ensure_consumer(stream.name, name, Start(policy=StartPolicy.EARLIEST))
+        if start is not None:
+            await log.ensure_consumer(stream.name, name, start)
+            return
         frontier = await log.get_consumer(stream.name, DISPATCH)
-        for cursor in frontier.cursors if frontier is not None else ():
-            seen = subscriber.heads.get((stream.name, cursor.partition), cursor.next_offset)
-            following = min(cursor.next_offset, seen)
-            if following > 0:
-                await log.commit(stream.name, name, following - 1, cursor.partition)
+
+        def place(tx: Transaction) -> None:
+            tx.move(stream.name, name, ensured, EVERYTHING)
+            for cursor in frontier.cursors if frontier is not None else ():
+                seen = subscriber.heads.get((stream.name, cursor.partition), cursor.next_offset)
+                following = min(cursor.next_offset, seen)
+                if following > 0:
+                    tx.move(stream.name, name, committed, cursor.partition, following - 1)
+
+        await log.transact(place)
 
     async def _move_frontier(self) -> None:
         """Remember how far events have been offered to everybody there is: what lies behind is no longer pending."""
@@ -369,9 +453,11 @@ class EventBus:
         for stream in await log.streams():
             if not stream.name.startswith(f"{self.tenant}.") or stream.name.endswith("-dlq"):
                 continue
-            frontier = await log.ensure_consumer(stream.name, DISPATCH, Start(policy=StartPolicy.EARLIEST))
+            frontier = await log.ensure_consumer(stream.name, DISPATCH, EVERYTHING)
             stats = await log.get_stream_stats(stream.name)
             for cursor, part in zip(frontier.cursors, stats.partitions, strict=True):
+                if not all(subscriber.placed for subscriber in self._subscribers.values()):
+                    return  # asked after the mark was read: what is published from now on lies beyond it
                 if part.high_water_mark > cursor.next_offset:
                     await log.commit(stream.name, DISPATCH, part.high_water_mark - 1, part.partition)
 
@@ -379,13 +465,22 @@ class EventBus:
         """Look after what other processes changed: re-queued events, replayed dead letters, new streams."""
         log = await self.open()
         seen = log.foreign_changes
+        streams = await log.streams()
         while True:
             await asyncio.sleep(NOTICE_S)
             with contextlib.suppress(PostbusError):
                 log.store.writer.notice()
                 if log.foreign_changes != seen:
                     seen = log.foreign_changes
+                    before, streams = streams, await log.streams()
+                    if streams != before:
+                        for subscriber in self._subscribers.values():
+                            self._spawn(self._attach_later(subscriber))
                     await self._refresh()
+
+    async def _attach_all(self) -> None:
+        for subscriber in list(self._subscribers.values()):
+            await self._attach(subscriber)
 
     async def _refresh(self) -> None:
         await asyncio.gather(*(subscriber.refresh() for subscriber in self._subscribers.values()))
@@ -400,24 +495,3 @@ def _memory() -> str | None:
     """Return a folder that is kept in memory, where the system has one."""
     shared = Path("/dev/shm")  # noqa: S108 - the folder made in it is private
     return str(shared) if shared.is_dir() else None
-
-
-def _check_retry(policy: RetryPolicy) -> RetryPolicy:
-    if policy.max_attempts < 1 or policy.backoff_s < 0 or policy.backoff_s_max < 0 or not 0 <= policy.jitter <= 1:
-        raise Invalid("a retry policy has max_attempts of at least 1, backoffs of at least 0 and a jitter of 0..1")
-    return policy
-
-
-def _ordering(value: Ordering | str) -> Ordering:
-    try:
-        return Ordering(value)
-    except ValueError:
-        raise Invalid(f"ordering is 'key' or 'strict', not {value!r}") from None
-
-
-def _start(start: Start | str | datetime | None) -> Start | None:
-    if start is None or isinstance(start, Start):
-        return start
-    if start in (StartPolicy.LATEST, StartPolicy.EARLIEST):
-        return Start(policy=StartPolicy(str(start)))
-    return Start(policy=StartPolicy.AT_TIME, time_us=parse_instant(start))

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from postbus import strict_json
-from postbus.model import LoopDetected
+from postbus.model import Invalid, LoopDetected
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +20,7 @@ __all__ = ["CAUSATION", "HOPS", "Context", "current", "derivation"]
 
 CAUSATION = "postbus.causation_id"
 HOPS = "postbus.hops"
+KEY_CHARS_MAX = 200
 
 current: ContextVar[Context | None] = ContextVar("postbus_delivery", default=None)
 """The delivery whose handler is running, if one is: what it publishes derives from its event."""
@@ -65,13 +66,16 @@ class Context:
         """Run a side effect at most once per key for this event and subscription, over all attempts.
 
         Returns its result (a JSON value), also on later attempts, which do not run it again. An effect that raises has
-        not happened and may be tried again. If the process ends between the effect and the record of its end, later
-        attempts return None without running it: at most once, not at least once.
+        not happened and may be tried again. If the process ends, or the handler is cancelled, between the effect's
+        start and the record of its end, later attempts return None without running it: at most once, not at least
+        once. Raises ``Invalid`` for a bad key, and for a result that is no JSON value: the effect has happened then.
         """
+        if not 1 <= len(key) <= KEY_CHARS_MAX:
+            raise Invalid(f"the key of a side effect has 1 to {KEY_CHARS_MAX} characters, not {len(key)}")
         event = self.event
 
         def begin(tx: Transaction) -> tuple[bool, bytes | None]:
-            where = (tx.stream(event.stream).stream_id, event.partition, event.offset, self.subscription, key)
+            where = self._where(tx, key)
             found = tx.db.execute(BEGUN, where).fetchone()
             if found is None:
                 tx.db.execute(BEGIN, (*where, tx.now_us))
@@ -84,10 +88,14 @@ class Context:
             value = effect()
             if inspect.isawaitable(value):
                 value = await value
-            encoded = strict_json.encode(value)
-        except BaseException:
+        except Exception:
             await self._log.transact(lambda tx: tx.run(UNDO, self._where(tx, key)))
             raise
+        try:
+            encoded = strict_json.encode(value)
+        except Invalid as error:
+            message = f"the side effect {key} of {event.id} has run, but its result is no JSON value: {error.message}"
+            raise Invalid(message, hint="return a JSON value, or nothing") from error
         await self._log.transact(lambda tx: tx.run(END, (encoded, *self._where(tx, key))))
         return value
 

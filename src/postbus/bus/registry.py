@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from postbus.model import Ordering, RetryPolicy
+from postbus.topics import matches
 
 if TYPE_CHECKING:
     import apsw
 
     from postbus.log.sqlite import SqliteLog, Transaction
 
-__all__ = ["Registered", "Registry", "globs"]
+__all__ = ["JOURNAL", "Registered", "Registry", "globs", "whole"]
 
 TOKENS_MAX = 16
+JOURNAL = "journal"
 
 SAVE = """
     INSERT INTO subscription_registry VALUES (?, ?, ?, ?)
@@ -55,6 +57,16 @@ def globs(pattern: str) -> list[tuple[str, int]]:
     fixed = tokens[:-1]
     lengths = range(len(fixed) + 1, TOKENS_MAX + 1)
     return [(".".join([*fixed, *["*"] * (count - len(fixed))]), count - 1) for count in lengths]
+
+
+def whole(pattern: str, stream: str) -> bool:
+    """Say whether a pattern asks for everything in a stream, whatever the topics there: it matches the stream's name.
+
+    A tenant's journal holds what belongs nowhere else, so only its exact name asks for all of it.
+    """
+    if pattern == stream:
+        return True
+    return not stream.endswith(f".{JOURNAL}") and matches(pattern, stream)
 
 
 class Registry:

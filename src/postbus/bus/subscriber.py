@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from postbus.bus.context import Context, current
-from postbus.delivery.dead import bury, grave
+from postbus.bus.registry import whole
+from postbus.delivery.dead import SUFFIX, bury, grave
 from postbus.delivery.runner import Runner, RunnerSettings
 from postbus.model import Ordering, Reject, Retry
 from postbus.topics import PatternTrie, matches
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
     from postbus.bus.bus import EventBus
     from postbus.bus.registry import Registered
-    from postbus.delivery.lane import Work
     from postbus.delivery.table import DeliveryTable
+    from postbus.delivery.work import Work
     from postbus.log.sqlite import SqliteLog
     from postbus.model import Draft, Event, Start
 
@@ -35,12 +36,15 @@ class Subscriber:
         self.registered = msgspec.structs.replace(registered, patterns=())
         self.start = start
         self.heads = heads
+        self.placed = False
         self._handlers: list[tuple[str, Bound]] = []
         self._trie: PatternTrie[int] = PatternTrie()
+        self._wholes: dict[str, frozenset[int]] = {}
         self._runner: Runner | None = None
         self._calls: list[Bound] = []
         self._bus: EventBus | None = None
         self._log: SqliteLog | None = None
+        self._middleware: list[Callable[..., Awaitable[Any]]] = []
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -68,14 +72,22 @@ class Subscriber:
         trie: PatternTrie[int] = PatternTrie()
         for index, (pattern, _) in enumerate(self._handlers):
             trie.add(pattern, index)
-        self._trie = trie
+        self._trie, self._wholes = trie, {}
         patterns = tuple(dict.fromkeys(pattern for pattern, _ in self._handlers))
         self.registered = msgspec.structs.replace(self.registered, patterns=patterns)
-        self._wrap()
+        self.wrap()
 
-    def match(self, topic: str) -> bool:
-        """Say whether any handler wants a topic."""
-        return bool(self._trie.match(topic))
+    def wants(self, stream: str, topic: str) -> bool:
+        """Say whether any handler wants an event of a stream on a topic."""
+        return bool(self._trie.match(topic) or self._whole(stream))
+
+    def _whole(self, stream: str) -> frozenset[int]:
+        """Return the handlers that want everything in a stream."""
+        found = self._wholes.get(stream)
+        if found is None:
+            entries = enumerate(self._handlers)
+            found = self._wholes[stream] = frozenset(i for i, (pattern, _) in entries if whole(pattern, stream))
+        return found
 
     def reads(self, stream: str, journal: str, tenant: str) -> bool:
         """Say whether a stream can hold events for it: the journal, or a stream whose name a pattern matches.
@@ -86,7 +98,7 @@ class Subscriber:
             return True
         if not stream.startswith(f"{tenant}."):
             return False
-        if stream.endswith("-dlq"):
+        if stream.endswith(SUFFIX):
             return stream in self.patterns
         return any(matches(pattern, stream) for pattern in self.patterns)
 
@@ -110,7 +122,7 @@ class Subscriber:
         if self._runner is not None:
             return
         self._bus, self._log, self._middleware = bus, log, middleware
-        self._wrap()
+        self.wrap()
         kept = self.registered
         settings = RunnerSettings(
             subscription=kept.id,
@@ -122,7 +134,7 @@ class Subscriber:
             lease_s=lease_s,
             poll_s=poll_s,
         )
-        self._runner = Runner(settings, log, table, bus.clock, self.match, self._handle, self._bury)
+        self._runner = Runner(settings, log, table, bus.clock, self.wants, self._handle, self._bury)
         self._runner.start()
 
     def add_lane(self, stream: str, partition: int) -> None:
@@ -142,6 +154,11 @@ class Subscriber:
             await self._runner.refresh()
 
     @property
+    def busy(self) -> bool:
+        """Whether something is to be done that waits neither for time to pass nor for a handler."""
+        return not self.placed or (self._runner is not None and self._runner.busy)
+
+    @property
     def counts(self) -> dict[str, int]:
         """What this process did for it since it started."""
         runner = self._runner
@@ -149,9 +166,10 @@ class Subscriber:
             return {"handled": 0, "failed": 0, "dead": 0, "running": 0}
         return {"handled": runner.handled, "failed": runner.failed, "dead": runner.dead, "running": len(runner.running)}
 
-    def _wrap(self) -> None:
+    def wrap(self) -> None:
+        """Put the middleware there is around every handler."""
         calls = [handler for _, handler in self._handlers]
-        for around in reversed(getattr(self, "_middleware", [])):
+        for around in reversed(self._middleware):
             calls = [_around(around, inner) for inner in calls]
         self._calls = calls
 
@@ -159,7 +177,7 @@ class Subscriber:
         assert self._bus is not None  # noqa: S101 - set before the runner starts
         assert self._log is not None  # noqa: S101 - set before the runner starts
         context = Context(self._bus, self._log, event, self.registered.id)
-        chosen = self._trie.match(event.topic) or self._trie.match(event.stream)
+        chosen = self._chosen(event)
         token = current.set(context)
         try:
             if len(chosen) == 1:
@@ -168,6 +186,11 @@ class Subscriber:
                 await self._all(chosen, event, context)
         finally:
             current.reset(token)
+
+    def _chosen(self, event: Event) -> tuple[int, ...]:
+        """Return the handlers of an event in the order they were registered."""
+        chosen, streams = self._trie.match(event.topic), self._whole(event.stream)
+        return tuple(sorted({*chosen, *streams})) if streams else chosen
 
     async def _all(self, chosen: tuple[int, ...], event: Event, context: Context) -> None:
         """Call several handlers one after the other; each runs, whatever the others did."""
@@ -185,10 +208,10 @@ class Subscriber:
                     raise verdict
         if len(errors) == 1:
             raise errors[0]
-        raise RuntimeError("; ".join(f"{type(failure).__name__}: {failure}" for failure in errors))
+        raise ExceptionGroup("several handlers failed", errors)
 
-    def _bury(self, event: Event, reason: str, attempts: int, error: str, replays: int) -> tuple[str, Draft]:
-        return self.grave(event.stream), bury(event, self.registered.id, reason, attempts, error, replays)
+    def _bury(self, event: Event, reason: str, attempts: int, error: str) -> tuple[str, Draft]:
+        return self.grave(event.stream), bury(event, self.registered.id, reason, attempts, error)
 
 
 def _around(around: Callable[..., Awaitable[Any]], inner: Bound) -> Bound:

@@ -15,7 +15,7 @@ import typer
 import typer.main
 
 from postbus import __version__
-from postbus.cli import log, store
+from postbus.cli import bus, demo, dlq, log, store, trace, upkeep
 from postbus.cli.options import examples
 from postbus.cli.output import complain
 from postbus.model import Conflict, CorruptLog, Invalid, NotFound, PostbusError, StorageError
@@ -51,9 +51,10 @@ def _version(wanted: bool) -> None:
 @app.callback(
     epilog=examples(
         """
-        $ postbus append orders '{"item": "tea", "count": 2}'
-        $ postbus read orders --consumer kitchen --commit
-        $ postbus lag orders
+        $ postbus demo
+        $ postbus publish order.paid '{"item": "tea", "count": 2}'
+        $ postbus tail 'order.*' --follow
+        $ postbus stats
         """
     )
 )
@@ -65,7 +66,7 @@ def root(
     """The durable event bus with inboxes for AI agents.
 
     Everything is kept in one data folder: `--data DIR`, or `POSTBUS_DATA`, or `./postbus-data`. With `--json` a command
-    prints one JSON document on stdout (`read`: one on each line) and an error as JSON on stderr.
+    prints one JSON document on stdout (`read` and `tail`: one on each line) and an error as JSON on stderr.
 
     Exit codes: 0 done, 1 refused, 2 wrong usage or a bad value, 3 the log is damaged, 4 not found, 5 conflict, 6 the
     store cannot be used (full, failed, busy), 130 interrupted, 141 nobody reads the output. `POSTBUS_DEBUG=1` shows
@@ -73,8 +74,13 @@ def root(
     """
 
 
+app.add_typer(demo.commands)
+app.add_typer(bus.commands)
+app.add_typer(trace.commands)
+app.add_typer(dlq.commands, name="dlq", rich_help_panel="Bus")
 app.add_typer(log.commands)
 app.add_typer(store.commands)
+app.add_typer(upkeep.commands)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

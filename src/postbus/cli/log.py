@@ -116,7 +116,8 @@ def append(
         _show_lines(lines.append(file, stream, make, data=data, create=not no_create), as_json=json)
     elif payload is not None:
         raw = sys.stdin.buffer.read(STDIN_BYTES_MAX) if payload == "-" else os.fsencode(payload)
-        _show_receipt(asyncio.run(_append(data, stream, make(raw), create=not no_create)), as_json=json)
+        receipt = asyncio.run(_append(data, stream, make(raw), create=not no_create))
+        output.receipt(receipt, "appended", as_json=json)
 
 
 async def _append(data: str, stream: str, event: Draft, *, create: bool) -> Receipt:
@@ -124,17 +125,6 @@ async def _append(data: str, stream: str, event: Draft, *, create: bool) -> Rece
         if create:
             await log.ensure_stream(stream)
         return (await log.append(stream, [event]))[0]
-
-
-def _show_receipt(receipt: Receipt, *, as_json: bool) -> None:
-    if as_json:
-        facts = msgspec.to_builtins(receipt)
-        del facts["created_at_us"]
-        output.document({"id": receipt.id, **facts, "created_at": instant(receipt.created_at_us)})
-    elif receipt.duplicate:
-        output.say(f"already there: {receipt.id}")
-    else:
-        output.say(f"appended {receipt.id}")
 
 
 def _show_lines(done: lines.Appended, *, as_json: bool) -> None:

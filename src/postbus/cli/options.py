@@ -6,14 +6,17 @@ import inspect
 import os
 import re
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
 import typer
 
+from postbus.bus import EventBus
+from postbus.clock import SystemClock
 from postbus.envelope import parse_instant
-from postbus.log import open_log
-from postbus.model import Start, StartPolicy
+from postbus.log import SqliteLog, open_log
+from postbus.model import Invalid, Start, StartPolicy
 from postbus.topics import check_stream_name
 
 if TYPE_CHECKING:
@@ -21,11 +24,34 @@ if TYPE_CHECKING:
 
     from postbus.log import Log
 
-__all__ = ["DATA", "Data", "Json", "OptionalStream", "StreamName", "examples", "headers_of", "opened", "start_of"]
+__all__ = [
+    "CLOCK",
+    "DATA",
+    "TENANT",
+    "Data",
+    "Json",
+    "OptionalStream",
+    "StreamName",
+    "Tenant",
+    "Yes",
+    "address_of",
+    "age_of",
+    "examples",
+    "headers_of",
+    "moment_of",
+    "opened",
+    "opened_bus",
+    "opened_store",
+    "start_of",
+]
 
 DATA = "./postbus-data"
-LOCAL = "local.default."
+TENANT = "local.default"
+LOCAL = f"{TENANT}."
 OFFSET = re.compile("-?[0-9]{1,18}")
+AGE = re.compile("([0-9]{1,9}(?:[.][0-9]{1,3})?)(s|m|h|d|w)")
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+CLOCK = SystemClock()
 
 
 def _full_name(name: str | None) -> str | None:
@@ -41,11 +67,21 @@ def _folder(path: str) -> str:
     return path
 
 
+def _tenant(name: str) -> str:
+    check_stream_name(f"{name}.journal")
+    return name
+
+
 Data = Annotated[
     str,
     typer.Option("--data", envvar="POSTBUS_DATA", metavar="DIR", callback=_folder, help="The data folder."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+Tenant = Annotated[
+    str,
+    typer.Option("--tenant", metavar="NAME", callback=_tenant, help="Whose journal and streams, as in local.default."),
+]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 _STREAM_HELP = "The stream: namespace.tenant.name, or just NAME for local.default.NAME."
 StreamName = Annotated[str, typer.Argument(metavar="STREAM", callback=_full_name, help=_STREAM_HELP)]
 OptionalStream = Annotated[
@@ -62,6 +98,33 @@ def start_of(text: str, option: str, *, times: bool = True) -> Start:
     if times:
         return Start(policy=StartPolicy.AT_TIME, time_us=parse_instant(text))
     raise typer.BadParameter(f"{text!r} is not an offset, earliest or latest", param_hint=f"'{option}'")
+
+
+def age_of(text: str, option: str) -> float:
+    """Return seconds from a text like ``90s``, ``10m``, ``2h``, ``3d`` or ``1w``."""
+    found = AGE.fullmatch(text)
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is no age like 90s, 10m, 2h, 3d or 1w", param_hint=f"'{option}'")
+    return float(found[1]) * UNITS_S[found[2]]
+
+
+def moment_of(text: str | None, option: str) -> int | None:
+    """Return microseconds since 1970 from an instant, or from an age that is counted back from now."""
+    if text is None:
+        return None
+    if AGE.fullmatch(text):
+        return CLOCK.now_us() - int(age_of(text, option) * 1e6)
+    try:
+        return parse_instant(text)
+    except Invalid as error:
+        message = f"{text!r} is neither an age like 10m nor an instant like 2026-01-31T12:00:00Z"
+        raise typer.BadParameter(message, param_hint=f"'{option}'") from error
+
+
+def address_of(text: str, tenant: str) -> str:
+    """Return the full address of an event or dead letter; a bare stream name is one of the tenant's."""
+    stream, slash, rest = text.partition("/")
+    return f"{tenant}.{stream}{slash}{rest}" if slash and "." not in stream else text
 
 
 def headers_of(pairs: list[str]) -> dict[str, str] | None:
@@ -85,6 +148,27 @@ async def opened(data: str, *, create: bool = False) -> AsyncIterator[Log]:
         yield log
     finally:
         await log.close()
+
+
+@asynccontextmanager
+async def opened_store(data: str) -> AsyncIterator[SqliteLog]:
+    """Open the log in the data folder with what is kept beside it, and close it at the end."""
+    async with opened(data) as log:
+        assert isinstance(log, SqliteLog)  # noqa: S101 - a data folder holds no other kind
+        yield log
+
+
+@asynccontextmanager
+async def opened_bus(data: str, tenant: str, *, create: bool = False) -> AsyncIterator[EventBus]:
+    """Open a bus in the data folder that runs no handlers, and close it at the end."""
+    if not create:
+        async with opened(data):
+            pass  # it is there and can be used, or this has said what is wrong
+    bus = EventBus(Path(data).absolute(), tenant=tenant)  # noqa: ASYNC240 - joins names, asks no disk
+    try:
+        yield bus
+    finally:
+        await bus.stop()
 
 
 def examples(text: str) -> str:

@@ -15,17 +15,39 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import typer
 
-from postbus.model import PostbusError
+from postbus.model import Invalid, PostbusError, instant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from postbus.model import Event
+    from rich.console import Console
 
-__all__ = ["complain", "count", "document", "events", "note", "progress", "safe", "say", "table"]
+    from postbus.model import Event, Receipt
+
+__all__ = [
+    "ago",
+    "complain",
+    "confirm",
+    "count",
+    "document",
+    "draw",
+    "events",
+    "milliseconds",
+    "note",
+    "progress",
+    "receipt",
+    "safe",
+    "say",
+    "short",
+    "stages",
+    "table",
+]
 
 WIDE = 1_000_000
 SHOWN_CHARS_MAX = 2_000
+CUT_CHARS_MIN = 8
+# What the bus writes into every event that derives from another; `postbus trace` shows what it says.
+DERIVATION = ("postbus.causation_id", "postbus.hops")
 PIPE_CLOSED = 141
 
 # Control characters, marks that turn the direction of text, and other marks that cannot be seen.
@@ -46,6 +68,27 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def short(address: str, tenant: str) -> str:
+    """Return an address as people read it: without the tenant they are looking at."""
+    return address.removeprefix(f"{tenant}.")
+
+
+def ago(seconds: float) -> str:
+    """Return an age in its largest unit."""
+    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"
+
+
+def milliseconds(microseconds: int) -> str:
+    """Return a duration with a unit that fits it."""
+    ms = microseconds / 1000
+    if ms < 1000:  # noqa: PLR2004 - a second
+        return f"{ms:.0f} ms" if ms >= 10 or ms == 0 else f"{ms:.1f} ms"  # noqa: PLR2004 - three figures are enough
+    return f"{ms / 1000:.1f} s" if ms < 60_000 else ago(ms / 1000)  # noqa: PLR2004 - a minute
+
+
 # --- stdout -----------------------------------------------------------------------------------------------------------
 
 
@@ -59,47 +102,88 @@ def say(text: str) -> None:
     _write_text(safe(text) + "\n")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows under their columns: numbers to the right, nothing cut off, folded only to fit a terminal."""
-    from rich.console import Console  # noqa: PLC0415 - see above
-    from rich.table import Table  # noqa: PLC0415
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, cut: bool = False) -> None:
+    """Print rows under their columns: numbers to the right, nothing cut off, folded only to fit a terminal.
+
+    With ``cut`` a terminal shows the last column cut short, so that each row stays on one line if the others let it.
+    """
+    from rich.table import Table  # noqa: PLC0415 - see above
     from rich.text import Text  # noqa: PLC0415
 
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     rows = list(rows)
+    texts = [[safe(str(cell)) for cell in row] for row in rows]
+    widths = [max([len(column), *(len(row[index]) for row in texts)]) for index, column in enumerate(columns)]
+    cut = cut and sys.stdout.isatty()
+    fits = sum(widths[:-1]) + 2 * len(widths) + CUT_CHARS_MIN <= _console().width
     for index, column in enumerate(columns):
         numbers = all(isinstance(row[index], int) for row in rows)
-        drawn.add_column(column, justify="right" if numbers else "left", no_wrap=numbers, overflow="fold")
-    for row in rows:
-        drawn.add_row(*(Text(safe(str(cell))) for cell in row))
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDE, highlight=False)
+        last = index == len(columns) - 1
+        drawn.add_column(
+            column,
+            justify="right" if numbers else "left",
+            no_wrap=numbers or (cut and fits and not last),
+            overflow="fold",
+            max_width=CUT_CHARS_MIN if cut and last and not fits else None,
+        )
+    for row in texts:
+        *others, end = (Text(cell) for cell in row)
+        if cut:
+            end.no_wrap, end.overflow = True, "ellipsis"
+        drawn.add_row(*others, end)
+    draw(drawn)
+
+
+def draw(drawn: object) -> None:
+    """Print something that Rich can draw; its texts must be safe already."""
+    console = _console()
     with console.capture() as captured:
         console.print(drawn)
     _write_text("".join(line.rstrip() + "\n" for line in captured.get().splitlines()))
 
 
-def events(page: Sequence[Event], *, as_json: bool) -> None:
-    """Print events, one per line; on a terminal in colour, and a very long payload cut short."""
+def _console() -> Console:
+    from rich.console import Console  # noqa: PLC0415 - see above
+
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else WIDE, highlight=False)
+
+
+def receipt(got: Receipt, verb: str, *, as_json: bool) -> None:
+    """Print what a publisher got back."""
+    if as_json:
+        facts = msgspec.to_builtins(got)
+        del facts["created_at_us"]
+        document({"id": got.id, **facts, "created_at": instant(got.created_at_us)})
+    else:
+        say(f"already there: {got.id}" if got.duplicate else f"{verb} {got.id}")
+
+
+def events(page: Sequence[Event], *, as_json: bool, name: Callable[[Event], str] | None = None) -> None:
+    """Print events, one per line; on a terminal in colour, and a very long payload cut short.
+
+    ``name`` gives what each line begins with: by default the place in the stream.
+    """
     if as_json:
         # A line break inside valid JSON is only ever white space between tokens.
         _write(b"".join(event.to_json().replace(b"\n", b" ").replace(b"\r", b" ") + b"\n" for event in page))
     elif sys.stdout.isatty():
-        from rich.console import Console  # noqa: PLC0415 - see above
-        from rich.text import Text  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415 - see above
 
-        console = Console(file=sys.stdout, highlight=False)
+        console = _console()
         with console.capture() as captured:
             for event in page:
-                console.print(Text.assemble(*_parts(event, SHOWN_CHARS_MAX)), soft_wrap=True)
+                console.print(Text.assemble(*_parts(event, name, SHOWN_CHARS_MAX)), soft_wrap=True)
         _write_text(captured.get())
     else:
-        _write_text("".join("".join(text for text, _ in _parts(event)) + "\n" for event in page))
+        _write_text("".join("".join(text for text, _ in _parts(event, name)) + "\n" for event in page))
 
 
-def _parts(event: Event, payload_chars_max: int | None = None) -> Iterator[tuple[str, str]]:
+def _parts(
+    event: Event, name: Callable[[Event], str] | None, payload_chars_max: int | None = None
+) -> Iterator[tuple[str, str]]:
     """Yield the texts of an event's line, each with its style."""
     happened = event.occurred_at
-    yield f"{event.partition}/{event.offset}", "bold"
+    yield f"{event.partition}/{event.offset}" if name is None else name(event), "bold"
     yield f"  {happened:%Y-%m-%dT%H:%M:%S}.{happened.microsecond // 1000:03}Z", "dim"
     yield f"  {event.topic}", "cyan"
     facts = {
@@ -109,16 +193,23 @@ def _parts(event: Event, payload_chars_max: int | None = None) -> Iterator[tuple
         "native_id": event.native_id,
         "correlation_id": event.correlation_id,
         "metadata": event.metadata_json,
-        "headers": event.headers_json,
+        "headers": _given_headers(event.headers_json),
     }
-    for name, value in facts.items():
+    for fact, value in facts.items():
         if value is not None:
-            yield f"  {name}=", "dim"
+            yield f"  {fact}=", "dim"
             yield safe(value if isinstance(value, str) else _on_one_line(value)), ""
     payload = safe(_on_one_line(event.payload_json))
     if payload_chars_max is not None and len(payload) > payload_chars_max:
         payload = f"{payload[:payload_chars_max]}… ({len(event.payload_json):,} bytes; --json shows all)"
     yield f"  {payload}", ""
+
+
+def _given_headers(raw: bytes | None) -> bytes | None:
+    if raw is None or not any(name.encode() in raw for name in DERIVATION):
+        return raw
+    given = {name: value for name, value in msgspec.json.decode(raw).items() if name not in DERIVATION}
+    return msgspec.json.encode(given) if given else None
 
 
 def _on_one_line(raw: bytes) -> str:
@@ -150,6 +241,15 @@ def note(text: str) -> None:
     typer.secho(safe(text), err=True, dim=True)
 
 
+def confirm(question: str) -> None:
+    """Ask on the terminal; raises ``Invalid`` where there is none to ask on, and ends the command on a no."""
+    if not sys.stdin.isatty():
+        raise Invalid("this needs a yes, and there is no terminal to ask on", hint="give --yes to do it unasked")
+    if not typer.confirm(safe(question), err=True):
+        note("nothing was changed")
+        raise typer.Exit(1)
+
+
 def complain(error: PostbusError, *, as_json: bool) -> None:
     """Print an error: a line and perhaps a hint for people, or one JSON document for programs."""
     if as_json:
@@ -170,13 +270,21 @@ def _utf8(text: str) -> str:
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr, if that is a terminal; gives the function that moves it: (done, in all)."""
+    with stages() as advance:
+        advance(label, 0, 0)
+        yield lambda done, total: advance(label, done, total)
+
+
+@contextlib.contextmanager
+def stages() -> Iterator[Callable[[str, int, int], None]]:
+    """Show bars for one stage after the other, as ``progress`` does; gives the function (stage, done, in all)."""
     if not sys.stderr.isatty():
-        yield lambda _done, _total: None
+        yield lambda _stage, _done, _total: None
         return
     from rich.console import Console  # noqa: PLC0415 - see above
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(label, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total or None)
+        task = bars.add_task("", total=None)
+        yield lambda stage, done, total: bars.update(task, description=stage, completed=done, total=total or None)

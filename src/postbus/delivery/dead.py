@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from postbus.model import Draft, NotFound
+from postbus.model import Draft, Invalid, NotFound
 from postbus.topics import check_pattern, matches
 
 if TYPE_CHECKING:
@@ -19,27 +19,31 @@ if TYPE_CHECKING:
     from postbus.log.sqlite import SqliteLog, Transaction
     from postbus.model import Event
 
-__all__ = ["DeadEntry", "DeadLetters", "bury", "grave"]
+__all__ = ["SUFFIX", "DeadEntry", "DeadLetters", "bury", "grave", "unbury"]
 
 LEAF_CHARS_MAX = 80
 HEADER_BYTES_MAX = 4096
+REPLAY_MAX = 500
 PREFIX = "postbus.dlq."
+SUFFIX = "-dlq"
 
 COLUMNS = (
     "id, subscription, topic, origin_stream, origin_partition, origin_offset, reason, attempts, error, payload, "
     "created_at, state"
 )
-LIST = f"SELECT {COLUMNS} FROM dead_letters WHERE id GLOB ? ORDER BY created_at, id"  # noqa: S608 - constants only
+LIST = f"SELECT {COLUMNS} FROM dead_letters WHERE id GLOB ? ORDER BY seq"  # noqa: S608 - constants only
 SHOW = f"SELECT {COLUMNS} FROM dead_letters WHERE id = ?"  # noqa: S608 - constants only
 REVIVE = """
     UPDATE delivery_rows SET status = 'waiting', attempt = 0, alone = 0, replays = replays + 1, boot = '', due_us = 0,
            due_at_us = 0, error = NULL, updated_at_us = ?
     WHERE stream_id = ? AND partition = ? AND "offset" = ? AND consumer = ? AND status = 'failed'
+    AND dead_stream = ? AND dead_offset = ?
 """
 PUT_AWAY = "INSERT OR IGNORE INTO dead_letters_purged VALUES (?, ?, ?)"
 FORGET_ROW = """
     DELETE FROM delivery_rows
     WHERE stream_id = ? AND partition = ? AND "offset" = ? AND consumer = ? AND status = 'failed'
+    AND dead_stream = ? AND dead_offset = ?
 """
 
 
@@ -68,11 +72,11 @@ class DeadEntry(msgspec.Struct, frozen=True):
 def grave(stream: str) -> str:
     """Return the dead-letter stream of a stream; a leaf that would become too long is cut."""
     head, _, leaf = stream.rpartition(".")
-    return f"{head}.{leaf[: LEAF_CHARS_MAX - 4]}-dlq"
+    return f"{head}.{leaf[: LEAF_CHARS_MAX - len(SUFFIX)]}{SUFFIX}"
 
 
-def bury(event: Event, subscription: str, reason: str, attempts: int, error: str, replays: int) -> Draft:
-    """Return the dead letter of an event for a subscription; the same death gives the same letter."""
+def bury(event: Event, subscription: str, reason: str, attempts: int, error: str) -> Draft:
+    """Return the dead letter of an event for a subscription; whoever appends it numbers its native id per death."""
     headers: dict[str, Any] = event.headers
     facts = {
         "origin_topic": event.topic,
@@ -89,7 +93,7 @@ def bury(event: Event, subscription: str, reason: str, attempts: int, error: str
         topic=event.topic,
         source=event.source,
         payload_json=event.payload_json,
-        variant=f"death-{replays}",
+        variant=event.variant,
         key=event.key,
         metadata_json=event.metadata_json,
         headers_json=msgspec.json.encode(headers),
@@ -98,6 +102,25 @@ def bury(event: Event, subscription: str, reason: str, attempts: int, error: str
         delivery_handle_json=event.delivery_handle_json,
         occurred_at_us=event.occurred_at_us,
         trust=event.trust,
+    )
+
+
+def unbury(letter: Event, subscription: str, origin: str) -> Event | None:
+    """Return the event that a dead letter is a copy of, at its own address; None when it is a copy of another one.
+
+    Its native id is not in the letter, and the letter's instants are when it died.
+    """
+    if letter.native_id is None or not letter.native_id.startswith(f"{subscription}:{origin}:"):
+        return None
+    stream, partition, offset = origin.rsplit("/", 2)
+    headers = {name: value for name, value in letter.headers.items() if not name.startswith(PREFIX)}
+    return msgspec.structs.replace(
+        letter,
+        stream=stream,
+        partition=int(partition),
+        offset=int(offset),
+        native_id=None,
+        headers_json=msgspec.json.encode(headers) if headers else None,
     )
 
 
@@ -150,15 +173,20 @@ class DeadLetters:
     async def replay(self, entries: list[DeadEntry], *, per_second: float | None = None) -> int:
         """Deliver dead letters again to the subscription they came from, attempts from 0; return how many.
 
-        Letters that were replayed or purged meanwhile are passed over.
+        ``per_second`` caps how many become due in a second. Letters that were replayed or purged meanwhile are passed
+        over.
         """
+        if per_second is not None and not per_second > 0:
+            raise Invalid(f"per_second is above 0, not {per_second}")
         count = 0
-        for entry in entries:
-            if await self._log.transact(partial(_revive, entry)):
-                count += 1
+        step = REPLAY_MAX if per_second is None else 1
+        for start in range(0, len(entries), step):
+            revived = await self._log.transact(partial(_revive, entries[start : start + step]))
+            if revived:
+                count += revived
                 await self._changed()
-                if per_second is not None and count < len(entries):
-                    await self._clock.sleep(1.0 / per_second)
+                if per_second is not None and start + step < len(entries):
+                    await self._clock.sleep(revived / per_second)
         return count
 
     async def purge(self, entries: list[DeadEntry]) -> int:
@@ -167,12 +195,12 @@ class DeadLetters:
         def write(tx: Transaction) -> int:
             count = 0
             for entry in entries:
-                stream, _, offset = entry.id.rsplit("/", 2)
-                tx.db.execute(PUT_AWAY, (tx.stream(stream).stream_id, int(offset), tx.now_us))
+                stream, offset = _place(entry)
+                tx.db.execute(PUT_AWAY, (tx.stream(stream).stream_id, offset, tx.now_us))
                 count += tx.db.changes()
                 origin = _origin(tx, entry)
-                if origin is not None and entry.state == "open":
-                    tx.db.execute(FORGET_ROW, origin)
+                if origin is not None:
+                    tx.db.execute(FORGET_ROW, (*origin, stream, offset))
             return count
 
         count = await self._log.transact(write)
@@ -196,9 +224,16 @@ def _origin(tx: Transaction, entry: DeadEntry) -> tuple[int, int, int, str] | No
     return stream_id, entry.origin_partition, entry.origin_offset, entry.subscription
 
 
-def _revive(entry: DeadEntry, tx: Transaction) -> bool:
-    origin = _origin(tx, entry)
-    if origin is None:
-        return False
-    tx.db.execute(REVIVE, (tx.now_us, *origin))
-    return bool(tx.db.changes())
+def _revive(entries: list[DeadEntry], tx: Transaction) -> int:
+    count = 0
+    for entry in entries:
+        origin = _origin(tx, entry)
+        if origin is not None:
+            tx.db.execute(REVIVE, (tx.now_us, *origin, *_place(entry)))
+            count += tx.db.changes()
+    return count
+
+
+def _place(entry: DeadEntry) -> tuple[str, int]:
+    stream, _, offset = entry.id.rsplit("/", 2)
+    return stream, int(offset)

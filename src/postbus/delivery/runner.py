@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from postbus.delivery.backoff import retry_delay_s
-from postbus.delivery.lane import Lane, LaneSettings, Outcome, Verdict, Work
+from postbus.delivery.dead import unbury
+from postbus.delivery.lane import Lane
 from postbus.delivery.table import LaneKey
-from postbus.model import DeliveryStatus, LoopDetected, Reject, Retry, RetryPolicy
+from postbus.delivery.work import LaneSettings, Outcome, Verdict, Work
+from postbus.model import DeliveryStatus, LoopDetected, NotFound, Reject, Retry, RetryPolicy, event_id
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -23,7 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Runner", "RunnerSettings"]
 
+logger = logging.getLogger("postbus.delivery")
+
 ERROR_CHARS_MAX = 2000
+DELAY_S_MAX = 10 * 365 * 86_400.0
+CANCEL_S = 5.0
 TURNS = 32
 
 
@@ -53,7 +62,11 @@ class _Worker:
 
 
 class Runner:
-    """Works on one subscription. ``handle`` is called with an event and its attempt; ``bury`` makes a dead letter."""
+    """Works on one subscription.
+
+    ``wants`` says whether an event of a stream on a topic is for it, ``handle`` is called with an event, and ``bury``
+    makes a dead letter.
+    """
 
     def __init__(
         self,
@@ -61,15 +74,15 @@ class Runner:
         log: SqliteLog,
         table: DeliveryTable,
         clock: Clock,
-        match: Callable[[str], bool],
+        wants: Callable[[str, str], bool],
         handle: Callable[[Event, Work], Awaitable[None]],
-        bury: Callable[[Event, str, int, str, int], tuple[str, Draft]],
+        bury: Callable[[Event, str, int, str], tuple[str, Draft]],
     ) -> None:
         self.settings = settings
         self._log = log
         self._table = table
         self._clock = clock
-        self._match = match
+        self._wants = wants
         self._handle = handle
         self._bury = bury
         self._lanes: dict[tuple[str, int], Lane] = {}
@@ -95,7 +108,8 @@ class Runner:
 
     def add_lane(self, stream: str, partition: int) -> None:
         """Work on one more partition; nothing happens when that is done already."""
-        if (stream, partition) in self._lanes:
+        known = self._lanes.get((stream, partition))
+        if self._stopping or (known is not None and not known.ended):
             return
         key = LaneKey(self.settings.subscription, stream, partition)
         batch = self.settings.batch
@@ -106,7 +120,7 @@ class Runner:
             self._table,
             self._clock,
             settings,
-            self._match,
+            partial(self._wants, stream),
             self._make_ready,
             self._crashed,
             lambda row: self._revive(key, row),
@@ -125,14 +139,26 @@ class Runner:
 
         await asyncio.gather(*(lane.stop(quiet) for lane in self._lanes.values()))
         await waiting
-        for task in [self._watch, *(worker.task for worker in self._workers)]:
-            if task is not None:
-                task.cancel()
-        await asyncio.gather(*(w.task for w in self._workers if w.task), return_exceptions=True)
 
     async def _quiet(self, grace_s: float) -> None:
-        if self.running:
+        """Return when no handler runs any more; one that outlasts the grace is cancelled, and that is said."""
+        if self.running and grace_s > 0:
             await self._clock.wait(self._rested, grace_s)
+        for event in self.running:
+            message = "%s still ran on %s after %gs of grace; it is cancelled, to be run again"
+            logger.warning(message, self.settings.subscription, event, grace_s)
+        tasks = self._own_tasks()
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=CANCEL_S)
+
+    def _own_tasks(self) -> list[asyncio.Task[None]]:
+        return [task for task in [self._watch, *(worker.task for worker in self._workers)] if task is not None]
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Return everything that works on the subscription here."""
+        return [*self._own_tasks(), *(task for lane in self._lanes.values() for task in lane.tasks)]
 
     async def refresh(self) -> None:
         """Look for events that were re-queued by somebody else."""
@@ -142,6 +168,12 @@ class Runner:
     def running(self) -> list[str]:
         """The ids of the events whose handlers run now."""
         return [worker.work.event.id for worker in self._workers if worker.work is not None]
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be done that waits neither for time to pass nor for a handler."""
+        ready = bool(self._ready) and len(self.running) < len(self._workers)
+        return ready or any(lane.busy for lane in self._lanes.values())
 
     @property
     def recovered(self) -> int:
@@ -177,48 +209,61 @@ class Runner:
 
     async def _call(self, worker: _Worker, work: Work) -> Outcome:
         worker.work, worker.expired, worker.since_s = work, False, self._clock.monotonic_s()
+        work.started = True
         if not self._calls.is_set():
             self._calls.set()
-        event = work.event
+        event = msgspec.structs.replace(work.event, status=DeliveryStatus.PROCESSING, attempt=work.attempt)
+        error: BaseException | None = None
         try:
-            await self._handle(
-                msgspec.structs.replace(event, status=DeliveryStatus.PROCESSING, attempt=work.attempt), work
-            )
-        except asyncio.CancelledError:
-            if not worker.expired:
-                raise
-            asyncio.current_task().uncancel()  # type: ignore[union-attr]  # a task runs this
-            name, limit = self.settings.subscription, self.settings.timeout_s
-            return self._failed(work, f"handler {name} timed out after {limit:g}s")
-        except LoopDetected as error:
-            return self._dead(work, "loop", str(error))
-        except Reject as error:
-            return self._dead(work, "rejected", str(error) or "rejected by the handler")
-        except Retry as error:
-            return self._failed(work, str(error), error.delay_s)
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is its failure, not ours
-            return self._failed(work, f"{type(error).__name__}: {error}")
-        else:
-            self.handled += 1
-            return Outcome(Verdict.DONE)
+            await self._handle(event, work)
+        except asyncio.CancelledError as cancelled:
+            if worker.task is not None and worker.task.cancelling() and not worker.expired:
+                raise  # the worker itself is to end
+            error = cancelled  # by the watch below, or something the handler waited for was cancelled
+        except Exception as raised:  # noqa: BLE001 - whatever a handler raises is its failure, not ours
+            error = raised
         finally:
             worker.work = None
             if self._stopping and not self.running:
                 self._rested.set()
+        if worker.expired:
+            if worker.task is not None:
+                worker.task.uncancel()
+            name, limit = self.settings.subscription, self.settings.timeout_s
+            return self._failed(work, f"handler {name} timed out after {limit:g}s")
+        return self._judge(work, error)
+
+    def _judge(self, work: Work, error: BaseException | None) -> Outcome:
+        match error:
+            case None:
+                self.handled += 1
+                return Outcome(Verdict.DONE)
+            case LoopDetected():
+                return self._dead(work, "loop", _text(error))
+            case Reject():
+                return self._dead(work, "rejected", _text(error) or "rejected by the handler")
+            case Retry():
+                return self._failed(work, _text(error), error.delay_s)
+            case _:
+                return self._failed(work, _described(error))
 
     def _failed(self, work: Work, error: str, delay_s: float | None = None) -> Outcome:
         self.failed += 1
         policy = self.settings.retry
         if work.attempt >= policy.max_attempts:
             return self._dead(work, "max_attempts", error)
-        wait = retry_delay_s(policy, work.attempt) if delay_s is None else max(delay_s, 0.0)
-        return Outcome(Verdict.RETRY, error[:ERROR_CHARS_MAX], wait)
+        wait = _delay_s(delay_s)
+        if wait is None:
+            wait = retry_delay_s(policy, work.attempt)
+        name, event = self.settings.subscription, work.event.id
+        logger.info("%s failed on %s (attempt %d): %s; again in %.3gs", name, event, work.attempt, error, wait)
+        return Outcome(Verdict.RETRY, error, wait)
 
     def _dead(self, work: Work, reason: str, error: str) -> Outcome:
         self.dead += 1
-        replays = work.row.replays if work.row is not None else 0
-        error = error[:ERROR_CHARS_MAX]
-        return Outcome(Verdict.DEAD, error, 0.0, self._bury(work.event, reason, work.attempt, error, replays))
+        name, event = self.settings.subscription, work.event.id
+        logger.warning("%s gave up on %s (%s, attempt %d): %s", name, event, reason, work.attempt, error)
+        return Outcome(Verdict.DEAD, error, 0.0, self._bury(work.event, reason, work.attempt, error))
 
     def _crashed(self, work: Work) -> Outcome | None:
         """Judge an event that was in flight when a process died: dead once it has used up its attempts."""
@@ -233,10 +278,13 @@ class Runner:
             return found[0]
         if row.dead_stream is None or row.dead_offset is None:
             return None
-        copies = await self._log.fetch(row.dead_stream, 0, row.dead_offset, 1)
+        try:
+            copies = await self._log.fetch(row.dead_stream, 0, row.dead_offset, 1)
+        except NotFound:
+            return None
         if not copies or copies[0].offset != row.dead_offset:
             return None
-        return msgspec.structs.replace(copies[0], stream=key.stream, partition=key.partition, offset=row.offset)
+        return unbury(copies[0], key.subscription, event_id(key.stream, key.partition, row.offset))
 
     async def _watch_calls(self) -> None:
         """End calls that take longer than the timeout."""
@@ -254,3 +302,26 @@ class Runner:
                     worker.task.cancel()
             oldest = min(worker.since_s for worker in busy)
             await self._clock.sleep(max(oldest + limit - now, limit / 100, 0.001))
+
+
+def _delay_s(asked: object) -> float | None:
+    """Return the delay a handler asked for within what can be kept, None when it makes no sense or none was given."""
+    if isinstance(asked, int | float) and not math.isnan(asked):
+        return min(max(float(asked), 0.0), DELAY_S_MAX)
+    return None
+
+
+def _text(error: BaseException) -> str:
+    """Return an error's own words, cut, and fit to be stored."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 - even saying what went wrong may go wrong
+        text = "(no words)"
+    return text[:ERROR_CHARS_MAX].encode("utf-8", "replace").decode()
+
+
+def _described(error: BaseException | None) -> str:
+    """Return an error with its kind; those of a group are joined by semicolons."""
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(_described(one) for one in error.exceptions)[:ERROR_CHARS_MAX]
+    return f"{type(error).__name__}: {_text(error)}" if error is not None else ""

@@ -9,13 +9,15 @@ are then tried one at a time with a write before each, so that only an event tha
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from postbus.delivery.gate import Gate
 from postbus.log.cursors import committed
-from postbus.model import DeliveryStatus, LeaseLost, Receipt
+from postbus.model import DeliveryStatus, IdempotencyConflict, LeaseLost, Receipt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,13 +44,37 @@ FREE_LANE = """
     UPDATE lanes SET owner = NULL, reach = 0
     WHERE stream_id = ? AND consumer = ? AND partition = ? AND owner = ? AND token = ?
 """
-OWNED_LANES = "SELECT stream_id, consumer, partition, owner, boot FROM lanes WHERE owner IS NOT NULL"
+FREE_DEAD = """
+    UPDATE lanes SET owner = NULL, reach = 0, token = token + 1 WHERE stream_id = ? AND consumer = ? AND partition = ?
+"""
+OWNED_LANES = "SELECT stream_id, consumer, partition, owner, boot, reach FROM lanes WHERE owner IS NOT NULL"
 ROWS = """
     SELECT "offset", status, attempt, alone, replays, key, boot, due_us, due_at_us, error, dead_stream, dead_offset
     FROM delivery_rows WHERE stream_id = ? AND consumer = ? AND partition = ? AND status IN ('waiting', 'processing')
     ORDER BY "offset"
 """
 SAVE_ROW = "INSERT OR REPLACE INTO delivery_rows VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+# Everything that has a row from the cursor on, whatever became of it.
+KNOWN = """
+    SELECT "offset" FROM delivery_rows WHERE stream_id = ? AND consumer = ? AND partition = ? AND "offset" >= ?
+"""
+# What a dead process was trying one at a time. Exactly one: that one did it. Several: nobody knows which.
+SUSPECTS = """
+    FROM delivery_rows d JOIN lanes l USING (stream_id, consumer, partition)
+    WHERE l.owner = ? AND d.alone = 1 AND d.status = 'processing'
+"""
+COUNT_SUSPECTS = f"SELECT count(*) {SUSPECTS}"
+ACQUIT = f"""
+    UPDATE delivery_rows SET alone = 2 WHERE (stream_id, partition, "offset", consumer) IN
+    (SELECT d.stream_id, d.partition, d."offset", d.consumer {SUSPECTS})
+"""  # noqa: S608 - constants only
+ACQUITTED = """
+    SELECT "offset" FROM delivery_rows WHERE stream_id = ? AND consumer = ? AND partition = ? AND alone = 2
+"""
+LETTER = """
+    SELECT dead_stream, dead_offset FROM delivery_rows
+    WHERE stream_id = ? AND partition = ? AND "offset" = ? AND consumer = ? AND status = 'failed'
+"""
 IN_RANGE = """
     SELECT "offset", topic, key FROM events WHERE stream_id = ? AND partition = ? AND "offset" >= ? AND "offset" < ?
     ORDER BY "offset"
@@ -81,10 +107,11 @@ class Row(msgspec.Struct, kw_only=True):
 
 
 class LaneState(NamedTuple):
-    """A lane as its new owner finds it."""
+    """A lane as its new owner finds it; it may start what lies in [next_offset, reach)."""
 
     token: int
     next_offset: int
+    reach: int
     rows: list[Row]
     recovered: int
 
@@ -106,6 +133,7 @@ class DeliveryTable:
         self._clock = clock
         self._owner = owner
         self._lease_us = int(lease_s * 1e6)
+        self.gate = Gate(clock)
 
     # --- time that jumps of the wall clock do not touch ---
 
@@ -129,7 +157,10 @@ class DeliveryTable:
     # --- leases ---
 
     async def acquire(self, key: LaneKey, window: int, match: Callable[[str], bool]) -> LaneState | None:
-        """Take the lane's lease; None while another live process has it."""
+        """Take the lane's lease; None while another live process has it.
+
+        While something waits to be tried alone nothing else may be started, so the lane then reaches no further.
+        """
 
         def take(tx: Transaction) -> LaneState | None:
             where = (tx.stream(key.stream).stream_id, key.subscription, key.partition)
@@ -141,11 +172,15 @@ class DeliveryTable:
                     return None
                 token += 1
                 if owner is not None:
-                    recovered = self._recover(tx, key, reach, match)
+                    if not _alive(owner):
+                        _judge(tx, owner)
+                    recovered = _recover(tx, key, _in_flight(tx, key, reach, match), blamed=False)
             following = _cursor(tx, key)
+            rows = _rows(tx.db, where)
+            reach = following if any(row.alone for row in rows) else following + window
             until = self._now() + self._lease_us
-            tx.db.execute(TAKE_LANE, (*where, self._owner, token, self._clock.boot_id(), until, following + window))
-            return LaneState(token, following, _rows(tx.db, where), recovered)
+            tx.db.execute(TAKE_LANE, (*where, self._owner, token, self._clock.boot_id(), until, reach))
+            return LaneState(token, following, reach, rows, recovered)
 
         return await self._log.transact(take)
 
@@ -161,52 +196,32 @@ class DeliveryTable:
 
         await self._log.transact(free)
 
-    async def recover(self, tenant: str, match: Callable[[str], Callable[[str], bool]]) -> int:
-        """Free every lane of a dead process and return how many events were in flight there."""
+    async def recover(self, tenant: str, match: Callable[[str, str], Callable[[str], bool]]) -> int:
+        """Free every lane of a dead process and return how many events were in flight there.
+
+        ``match`` says by subscription and stream which topics count.
+        """
 
         def free(tx: Transaction) -> int:
-            count = 0
             names = dict(tx.db.execute("SELECT stream_id, name FROM stream_registry WHERE NOT deleted"))
-            for stream_id, consumer, partition, owner, boot in list(tx.db.execute(OWNED_LANES)):
+            lanes: dict[str, list[tuple[LaneKey, _InFlight]]] = {}
+            for stream_id, consumer, partition, owner, boot, reach in list(tx.db.execute(OWNED_LANES)):
                 name = names.get(stream_id, "")
                 if not name.startswith(f"{tenant}.") or (boot == self._clock.boot_id() and _alive(owner)):
                     continue
                 key = LaneKey(consumer, name, partition)
-                reach = tx.db.execute(LANE, (stream_id, consumer, partition)).get[4]
-                count += self._recover(tx, key, reach, match(consumer))
-                tx.db.execute(
-                    "UPDATE lanes SET owner = NULL, reach = 0, token = token + 1 "
-                    "WHERE stream_id = ? AND consumer = ? AND partition = ?",
-                    (stream_id, consumer, partition),
-                )
-            return count
+                lanes.setdefault(owner, []).append((key, _in_flight(tx, key, reach, match(consumer, name))))
+            recovered = 0
+            for owner, theirs in lanes.items():
+                _judge(tx, owner)
+                # When one event was in flight it is the one that did it; of several, nobody knows which.
+                blamed = sum(len(flight.found) + len(flight.running) for _, flight in theirs) == 1
+                for key, flight in theirs:
+                    recovered += _recover(tx, key, flight, blamed=blamed)
+                    tx.db.execute(FREE_DEAD, (tx.stream(key.stream).stream_id, key.subscription, key.partition))
+            return recovered
 
         return await self._log.transact(free)
-
-    def _recover(self, tx: Transaction, key: LaneKey, reach: int, match: Callable[[str], bool]) -> int:
-        """Turn what a dead owner may have started into rows that are tried one at a time."""
-        stream_id = tx.stream(key.stream).stream_id
-        where = (stream_id, key.subscription, key.partition)
-        rows = _rows(tx.db, where)
-        running = [row for row in rows if row.status == PROCESSING]
-        known = {row.offset for row in rows}
-        start = _cursor(tx, key)
-        end = min(reach, tx.head(key.stream, key.partition))
-        found = [
-            (offset, event_key)
-            for offset, topic, event_key in tx.db.execute(IN_RANGE, (stream_id, key.partition, start, end))
-            if offset not in known and (match(topic) or match(key.stream))
-        ]
-        # When one event was in flight it is the one that did it; of several, nobody knows which.
-        attempt = 1 if len(found) + len(running) == 1 else 0
-        for row in running:
-            row.status, row.alone = WAITING, True
-            _save(tx, key, stream_id, row)
-        for offset, event_key in found:
-            _save(tx, key, stream_id, Row(offset=offset, attempt=attempt, alone=True, key=event_key))
-        if end > start:
-            tx.move(key.stream, key.subscription, committed, key.partition, end - 1)
-        return len(found) + len(running)
 
     # --- settling ---
 
@@ -228,9 +243,10 @@ class DeliveryTable:
                 raise LeaseLost(message)
             receipts: list[Receipt] = []
             for row, stream, draft in settlement.dead:
-                receipt = tx.append(stream, [draft])[0]
+                receipt = _bury(tx, key, row, stream, draft)
                 receipts.append(receipt)
-                row.status, row.dead_stream, row.dead_offset = FAILED, stream, receipt.offset
+                row.status, row.alone = FAILED, False
+                row.dead_stream, row.dead_offset = receipt.stream, receipt.offset
                 _save(tx, key, stream_id, row)
             for row in settlement.rows:
                 _save(tx, key, stream_id, row)
@@ -248,6 +264,68 @@ class DeliveryTable:
             return _rows(db, (stream_id, key.subscription, key.partition))
 
         return await self._log.store.read(look)
+
+
+class _InFlight(NamedTuple):
+    """What a dead owner may have started: events without a row, rows that ran, and where the range ends."""
+
+    found: list[tuple[int, str | None]]
+    running: list[Row]
+    end: int
+
+
+def _in_flight(tx: Transaction, key: LaneKey, reach: int, match: Callable[[str], bool]) -> _InFlight:
+    stream_id = tx.stream(key.stream).stream_id
+    where = (stream_id, key.subscription, key.partition)
+    start = _cursor(tx, key)
+    end = min(reach, tx.head(key.stream, key.partition))
+    known = {offset for (offset,) in tx.db.execute(KNOWN, (*where, start))}
+    found = [
+        (offset, event_key)
+        for offset, topic, event_key in tx.db.execute(IN_RANGE, (stream_id, key.partition, start, end))
+        if offset not in known and match(topic)
+    ]
+    return _InFlight(found, [row for row in _rows(tx.db, where) if row.status == PROCESSING], end)
+
+
+def _judge(tx: Transaction, owner: str) -> None:
+    """Acquit what a dead process was trying one at a time when those were several: any may have ended it."""
+    if tx.db.execute(COUNT_SUSPECTS, (owner,)).get > 1:
+        tx.db.execute(ACQUIT, (owner,))
+
+
+def _recover(tx: Transaction, key: LaneKey, flight: _InFlight, *, blamed: bool) -> int:
+    """Turn what a dead owner may have started into rows that are tried one at a time; return how many."""
+    stream_id = tx.stream(key.stream).stream_id
+    acquitted = {offset for (offset,) in tx.db.execute(ACQUITTED, (stream_id, key.subscription, key.partition))}
+    for row in flight.running:
+        if row.offset in acquitted or not (row.alone or blamed):
+            row.attempt = max(
+                row.attempt - 1, 0
+            )  # it failed that often before; this time it need not have been the one
+        row.status, row.alone = WAITING, True
+        _save(tx, key, stream_id, row)
+    for offset, event_key in flight.found:
+        _save(tx, key, stream_id, Row(offset=offset, attempt=int(blamed), alone=True, key=event_key))
+    if flight.end > _cursor(tx, key):
+        tx.move(key.stream, key.subscription, committed, key.partition, flight.end - 1)
+    return len(flight.found) + len(flight.running)
+
+
+def _bury(tx: Transaction, key: LaneKey, row: Row, stream: str, draft: Draft) -> Receipt:
+    """Append a dead letter, unless the one that this event has for the subscription is still open."""
+    where = (tx.stream(key.stream).stream_id, key.partition, row.offset, key.subscription)
+    letter = tx.db.execute(LETTER, where).fetchone()
+    if letter is not None and letter[0] is not None:
+        return Receipt(letter[0], 0, letter[1], duplicate=True)
+    for death in count(row.replays):  # an earlier life of the subscription may have left letters of its own
+        try:
+            receipt = tx.append(stream, [msgspec.structs.replace(draft, native_id=f"{draft.native_id}:{death}")])[0]
+        except IdempotencyConflict:
+            continue
+        if not receipt.duplicate:
+            return receipt
+    raise AssertionError  # pragma: no cover - the numbers do not end
 
 
 def _cursor(tx: Transaction, key: LaneKey) -> int:
@@ -279,16 +357,19 @@ def _alive(owner: str) -> bool:
         os.kill(int(pid), 0)
     except PermissionError:
         return True
-    except (OSError, ValueError):
+    except (OSError, OverflowError, ValueError):
         return False
-    started = started_at(int(pid))
-    return not started or started == rest.partition(".")[0]
+    return started_at(int(pid)) in ("", rest.partition(".")[0])
 
 
 def started_at(pid: int) -> str:
-    """Return when a process started, in the kernel's ticks: a pid alone may belong to another process by now."""
+    """Return when a process started, in the kernel's ticks: a pid alone may belong to another process by now.
+
+    A process that has ended and was not waited for yet gives a dash, where there is nothing to read an empty string.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()[19]
+        facts = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        return "-" if facts[0] in ("Z", "X") else facts[19]
     except (OSError, IndexError):
         return ""
 

@@ -30,7 +30,10 @@ __all__ = ["Log"]
 
 
 class Log(Protocol):
-    """An append-only log with per-consumer cursors. All methods are safe to call concurrently."""
+    """An append-only log with per-consumer cursors. All methods are safe to call concurrently.
+
+    What another process has committed is seen within milliseconds; what this one has committed, at once.
+    """
 
     async def ensure_stream(self, name: str, settings: StreamSettings | None = None) -> Stream:
         """Get or create the stream ``namespace.tenant.name``; durable when it returns.
@@ -77,11 +80,12 @@ class Log(Protocol):
 
         Idempotent and safe under concurrent callers. ``start=None`` accepts an existing consumer as it is. Raises
         ``NotFound`` for an unknown stream, ``Conflict`` when it exists with another start, ``OffsetOutOfRange`` for an
-        ``at_offset`` outside 0..high water mark, ``Invalid`` for a bad id or start.
+        ``at_offset`` outside 0..high water mark, ``Invalid`` for a bad id or start. An ``at_offset`` below the first
+        retained event begins there.
         """
 
     async def get_consumer(self, stream: str, consumer: str) -> Consumer | None:
-        """Return the consumer, or None."""
+        """Return the consumer, or None; also when there is no such stream."""
 
     async def consumers(self, stream: str | None = None) -> list[Consumer]:
         """Return all consumers (of one stream), by stream and id."""
@@ -102,11 +106,13 @@ class Log(Protocol):
     async def reset(self, stream: str, consumer: str, start: Start, partition: int | None = None) -> Consumer:
         """Move the consumer's cursors (or one partition's) to a start policy; the only way back.
 
-        Raises as ``ensure_consumer`` does; the consumer is unchanged then.
+        Its committed offset becomes the one before its new place; the start it was created with stays what it was.
+        Raises as ``ensure_consumer`` does, also when one partition of several would be out of range; nothing is
+        changed then.
         """
 
     async def delete_consumer(self, stream: str, consumer: str) -> bool:
-        """Forget a consumer and its cursors; False when there was none."""
+        """Forget a consumer and its cursors; False when there was none. Raises ``NotFound`` for an unknown stream."""
 
     async def get_stream_stats(self, stream: str) -> StreamStats:
         """Return the extent of each partition; O(1) in the number of events. Raises ``NotFound``."""

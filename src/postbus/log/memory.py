@@ -143,10 +143,11 @@ class MemoryLog(CursorLog):
         number = choose_partition(draft, len(state.partitions), state.turn)
         state.turn += draft.key is None
         kept = state.partitions[number]
-        facts = kept.head.take(draft, now_us, 0, [])
-        kept.events.append(Event(state.stream.name, *facts))
+        offset = kept.head.next_offset
+        made: list[tuple[Any, ...]] = []
+        kept.head.take([draft], now_us, 0, [], made)
+        kept.events.append(Event(state.stream.name, *made[0]))
         kept.sizes.append(kept.head.size)
-        offset = facts[1]
         if draft.native_id is not None and digest is not None:
             state.identities[draft.native_id, draft.variant] = Identity(number, offset, now_us, digest)
         return _receipt(state.stream.name, number, offset, now_us, duplicate=False)

@@ -32,7 +32,7 @@ from postbus.store.folder import Folder
 from postbus.store.migrations import migrate
 from postbus.store.upkeep import Upkeep
 from postbus.store.verify import check_heads
-from postbus.store.writer import Call, Door, Writer
+from postbus.store.writer import Call, Door, Writer, no_room
 
 if TYPE_CHECKING:
     import os
@@ -96,7 +96,7 @@ def refusal(folder: Folder, error: Exception, what: str) -> StorageError:
         return unreadable(folder, error)
     if isinstance(error, apsw.BusyError):
         return StoreBusy(message, hint="another process holds its lock; try again")
-    if isinstance(error, apsw.FullError):
+    if no_room(error):
         return StorageFull(message, hint="free some space")
     return StorageError(message, hint="check the folder's owner, mode, disk and free space")
 
@@ -146,7 +146,17 @@ class Store:
             message = f"there is no store in {folder.path}"
             raise NotFound(message, hint="name the data folder with --data or POSTBUS_DATA")
         folder.create()
-        store = cls(folder, clock or SystemClock(), Durability(durability), vfs)
+        try:
+            return cls._opened(folder, clock or SystemClock(), Durability(durability), vfs)
+        except StorageFull:
+            if not folder.reserve.exists():
+                raise
+            folder.release_reserve()  # SQLite needs a little room to open a store at all
+            return cls._opened(folder, clock or SystemClock(), Durability(durability), vfs)
+
+    @classmethod
+    def _opened(cls, folder: Folder, clock: Clock, durability: Durability, vfs: str | None) -> Store:
+        store = cls(folder, clock, durability, vfs)
         try:
             store._start()
         except BaseException as error:

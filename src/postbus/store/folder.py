@@ -12,7 +12,8 @@ from postbus.model import AlreadyServed, StorageError
 
 __all__ = ["RESERVE_BYTES", "Folder", "ServeLock"]
 
-RESERVE_BYTES = 8 * 1024 * 1024
+# Enough to copy a WAL of two checkpoints' length into the database, after which acknowledgements take no more room.
+RESERVE_BYTES = 16 * 1024 * 1024
 
 
 class Folder:

@@ -17,7 +17,6 @@ __all__ = ["Upkeep"]
 
 TICK_S = 0.5
 CHECKPOINT_PAGES = 1_000
-RESTART_PAGES = 8_000
 RESTART_S_MAX = 0.5
 
 
@@ -29,6 +28,7 @@ class Upkeep:
         self._anchor = anchor
         self._writer = writer
         self._pages = 0
+        self._due_pages = CHECKPOINT_PAGES
         self._stopping = False
         self._wake = threading.Event()
         self._restart_until = 0.0
@@ -38,8 +38,10 @@ class Upkeep:
 
     def committed(self, _db: apsw.Connection, _name: str, pages: int) -> int:
         """Take note of the WAL's length after a commit (SQLite's WAL hook)."""
+        if pages < self._pages:  # it was rewound
+            self._due_pages = CHECKPOINT_PAGES
         self._pages = pages
-        if pages >= CHECKPOINT_PAGES and not self._wake.is_set():
+        if pages >= self._due_pages and not self._wake.is_set():
             self._wake.set()
         return 0
 
@@ -51,12 +53,13 @@ class Upkeep:
 
     def _main(self) -> None:
         while not self._stopping:
-            self._wake.wait(TICK_S)
+            woken = self._wake.wait(TICK_S)
             self._wake.clear()
             try:
-                if self._pages >= CHECKPOINT_PAGES:
+                if self._pages >= self._due_pages:
                     self._checkpoint()
-                self._anchor.sync()
+                if not woken:
+                    self._anchor.sync()
             except apsw.BusyError:
                 continue
             except apsw.FullError:
@@ -67,13 +70,13 @@ class Upkeep:
 
     def _checkpoint(self) -> None:
         # PASSIVE never stands in the writer's way but cannot rewind the WAL under constant load; RESTART holds the
-        # writer up for the little that PASSIVE left, and lets it start over at the WAL's beginning.
-        pages, self._pages = self._pages, 0
+        # writer up for the little that PASSIVE left, and lets it start over at the WAL's beginning. A WAL that is
+        # overwritten in place makes every commit cheaper than one that grows: its fsync has no new blocks to record.
+        self._due_pages = self._pages + CHECKPOINT_PAGES
         self._restart_until = 0.0
         self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
-        if pages >= RESTART_PAGES:
-            self._restart_until = time.monotonic() + RESTART_S_MAX
-            self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
+        self._restart_until = time.monotonic() + RESTART_S_MAX
+        self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_RESTART)
 
     def _busy(self, _tries: int) -> bool:
         if self._stopping or time.monotonic() > self._restart_until:

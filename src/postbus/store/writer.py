@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 
     from postbus.store.folder import Folder
 
-__all__ = ["Call", "Door", "Writer"]
+__all__ = ["Call", "Door", "Writer", "no_room"]
 
 INLINE_S_MAX = 0.001
 INLINE_WEIGHT_MAX = 256
 BATCH_JOBS_MAX = 4096
 BUSY_S_MAX = 30.0
 FULL_RETRY_S = 0.2
+FULL_BATCHES = 16
 QUEUE_MAX = 100_000
 
 # Count a transaction that changed something else than the log itself; the anchor remembers the number.
@@ -80,13 +81,16 @@ class Call:
         """Call each function; its exception undoes its own writes only."""
         outcomes: list[Any] = []
         for call in items:
+            # Not apsw's own savepoint: on some errors SQLite ends the transaction, and leaving one would hide them.
+            db.execute("SAVEPOINT item")
             try:
-                with db:
-                    outcomes.append(call(db))
+                outcomes.append(call(db))
             except apsw.Error:
                 raise
             except Exception as error:  # noqa: BLE001 - handed to the caller that submitted it
+                db.execute("ROLLBACK TO item")
                 outcomes.append(error)
+            db.execute("RELEASE item")
         return outcomes
 
     def committed(self) -> None:
@@ -120,6 +124,7 @@ class Writer:
         self._closed = False
         self._full = False
         self._full_checked_s = 0.0
+        self._full_batches = 0
         self._version = self._data_version()
         db.set_busy_handler(self._busy)
         self._thread = threading.Thread(target=self._main, name="postbus-writer", daemon=True)
@@ -237,6 +242,9 @@ class Writer:
         if not batch:
             return
         self._heavy = False
+        if self.failed:
+            self._settle([(job, self._refusal) for job in batch], loop)
+            return
         if self._full:
             batch = self._without_growth(batch, loop)
         try:
@@ -252,6 +260,19 @@ class Writer:
             self._settle(self._after_failure(batch, error, loop), loop)
             return
         self._settle(self._transact(batch, loop), loop)
+        if self._full:
+            self._full_batches += 1
+            if self._full_batches % FULL_BATCHES == 0:
+                self._empty_wal()
+
+    def _empty_wal(self) -> None:
+        """Copy the WAL to the database, so that on a full disk it starts over: what room is left must do for long."""
+        try:
+            self._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_PASSIVE)
+        except (apsw.BusyError, apsw.FullError):
+            pass
+        except apsw.Error as error:
+            self.fail(error)
 
     def _transact(
         self,
@@ -283,12 +304,14 @@ class Writer:
         return settled
 
     def _after_failure(self, batch: list[Any], error: Exception, loop: asyncio.AbstractEventLoop | None) -> list[Any]:
-        if _no_room(error):
+        if no_room(error):
+            spent = self._full  # the reserve was given back before
+            self._folder.release_reserve()
             self._full = True
             self._full_checked_s = time.monotonic()
-            self._folder.release_reserve()
+            self._empty_wal()
             smaller = self._without_growth(batch, loop)
-            if len(smaller) == len(batch):  # even the acknowledgements do not fit
+            if spent and len(smaller) == len(batch):  # even the acknowledgements do not fit
                 return [(job, _full()) for job in batch]
             return self._again(smaller, loop)
         blameless = isinstance(error, apsw.Error) and not isinstance(error, (apsw.ConstraintError, apsw.SQLError))
@@ -310,7 +333,7 @@ class Writer:
         except apsw.BusyError as error:
             return [(job, StoreBusy(str(error))) for job in batch]
         except apsw.Error as error:
-            if _no_room(error):
+            if no_room(error):
                 return [(job, _full()) for job in batch]
             self._refuse_batch(batch, error, loop)
             return []
@@ -378,7 +401,7 @@ def _tell_all(pairs: list[tuple[Any, Any]]) -> None:
         _tell(job[2], outcome)
 
 
-def _no_room(error: Exception) -> bool:
+def no_room(error: Exception) -> bool:
     """Say whether the disk is full; SQLite reports a WAL index that cannot grow in another way than a file."""
     return isinstance(error, apsw.FullError) or (
         isinstance(error, apsw.IOError) and getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE

@@ -6,12 +6,14 @@ trace in memory either.
 
 from __future__ import annotations
 
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from postbus.log.cursors import no_stream
 from postbus.log.heads import Head, Identity, choose_partition, resolve_identities
 from postbus.log.sqlite.ledger import Kept, Ledger, View, save_consumer
-from postbus.model import PostbusError, Receipt
+from postbus.model import NotFound, PostbusError, Receipt
 from postbus.store.anchor import Mark
 from postbus.store.records import INSERT_COLUMNS, insert_statement, seal
 from postbus.store.writer import Call
@@ -73,18 +75,42 @@ class AppendDoor:
         now = self._store.clock.now_us()
         values: list[Any] = []
         outcomes: list[Any] = []
-        for name, drafts in items:
+        for name, group in groupby(items, itemgetter(0)):
+            run = [drafts for _, drafts in group]
             try:
-                outcomes.append(self._append(db, name, drafts, now, values))
-            except PostbusError as error:
-                outcomes.append(error)
+                kept = self.stream(db, name)
+            except NotFound as error:
+                outcomes += [error] * len(run)
+                continue
+            if len(kept.firsts) == 1 and all(draft.native_id is None for drafts in run for draft in drafts):
+                outcomes += self._append_plain(db, kept, run, now, values)
+                continue
+            for drafts in run:
+                try:
+                    outcomes.append(self._append(db, kept, drafts, now, values))
+                except PostbusError as error:
+                    outcomes.append(error)
         self._insert(db, values)
+        return outcomes
+
+    def _append_plain(
+        self, db: apsw.Connection, kept: Kept, run: list[Sequence[Draft]], now_us: int, values: list[Any]
+    ) -> list[list[Receipt]]:
+        """Append many calls' drafts at once: the common case, one partition and no identities."""
+        staged = self._staged_partition(db, kept, 0)
+        name, offset, durability = kept.stream.name, staged.head.next_offset, self._durability
+        staged.head.take(chain.from_iterable(run), now_us, kept.stream_id, values, staged.facts)
+        outcomes: list[list[Receipt]] = []
+        for drafts in run:
+            end = offset + len(drafts)
+            outcomes.append([Receipt(name, 0, n, False, durability, now_us) for n in range(offset, end)])
+            offset = end
         return outcomes
 
     def stage(self, db: apsw.Connection, name: str, drafts: Sequence[Draft], now_us: int) -> list[Receipt]:
         """Append inside another door's item."""
         values: list[Any] = []
-        receipts = self._append(db, name, drafts, now_us, values)
+        receipts = self._append(db, self.stream(db, name), drafts, now_us, values)
         self._insert(db, values)
         return receipts
 
@@ -101,22 +127,11 @@ class AppendDoor:
         return (staged.head if staged is not None else self._ledger.head(db, kept, partition)).next_offset
 
     def _append(
-        self, db: apsw.Connection, name: str, drafts: Sequence[Draft], now_us: int, values: list[Any]
+        self, db: apsw.Connection, kept: Kept, drafts: Sequence[Draft], now_us: int, values: list[Any]
     ) -> list[Receipt]:
-        kept = self.stream(db, name)
-        for draft in drafts:
-            if draft.native_id is not None:
-                return self._append_identified(db, kept, drafts, now_us, values)
-        if len(kept.firsts) > 1:
-            return [self._put(db, kept, draft, now_us, values) for draft in drafts]
-        staged = self._staged_partition(db, kept, 0)
-        take, keep, stream_id, durability = staged.head.take, staged.facts.append, kept.stream_id, self._durability
-        receipts: list[Receipt] = []
-        for draft in drafts:  # the common case, with nothing called that need not be
-            facts = take(draft, now_us, stream_id, values)
-            keep(facts)
-            receipts.append(Receipt(name, 0, facts[1], False, durability, now_us))
-        return receipts
+        if any(draft.native_id is not None for draft in drafts):
+            return self._append_identified(db, kept, drafts, now_us, values)
+        return [self._put(db, kept, draft, now_us, values) for draft in drafts]
 
     def _append_identified(
         self, db: apsw.Connection, kept: Kept, drafts: Sequence[Draft], now_us: int, values: list[Any]
@@ -151,9 +166,9 @@ class AppendDoor:
         partition = choose_partition(draft, len(kept.firsts), kept.turn)
         kept.turn += 1
         staged = self._staged_partition(db, kept, partition)
-        facts = staged.head.take(draft, now_us, kept.stream_id, values)
-        staged.facts.append(facts)
-        return Receipt(kept.stream.name, partition, facts[1], False, self._durability, now_us)
+        offset = staged.head.next_offset
+        staged.head.take([draft], now_us, kept.stream_id, values, staged.facts)
+        return Receipt(kept.stream.name, partition, offset, False, self._durability, now_us)
 
     def _staged_partition(self, db: apsw.Connection, kept: Kept, partition: int) -> _Staged:
         key = (kept.stream_id, partition)

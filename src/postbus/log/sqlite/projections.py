@@ -93,7 +93,7 @@ class Projections:
         while True:
             rows = await self._store.write(_project, heavy=True)
             progress(rows)
-            if rows == 0:
+            if rows < CHUNK:  # asking once more would find what came meanwhile, again and again
                 return
 
     async def rebuild(self, progress: Callable[[int], None] = lambda _rows: None) -> None:

@@ -75,6 +75,15 @@ CREATE TABLE dead_letters_purged (
     PRIMARY KEY (stream_id, "offset")
 ) WITHOUT ROWID;
 
+-- A stream that is deleted takes with it what became of its events: its offsets are given out again.
+CREATE TRIGGER stream_deleted AFTER INSERT ON stream_registry WHEN NEW.deleted
+BEGIN
+    DELETE FROM lanes WHERE stream_id = NEW.stream_id;
+    DELETE FROM delivery_rows WHERE stream_id = NEW.stream_id;
+    DELETE FROM once_results WHERE stream_id = NEW.stream_id;
+    DELETE FROM dead_letters_purged WHERE stream_id = NEW.stream_id;
+END;
+
 CREATE INDEX consumer_commits_by_offset ON consumer_commits (stream_id, consumer, partition, committed_offset);
 
 -- What an operator sees.
@@ -99,14 +108,19 @@ CREATE VIEW dead_letters AS
            CAST(e.payload AS TEXT) AS payload, e.created_at_us / 1e6 AS created_at,
            CASE WHEN p."offset" IS NOT NULL THEN 'purged'
                 WHEN d.status = 'failed' AND d.dead_stream = s.name AND d.dead_offset = e."offset" THEN 'open'
-                ELSE 'replayed' END AS state
+                WHEN d.status IS NULL AND NOT EXISTS (
+                    SELECT 1 FROM subscription_registry r WHERE s.name GLOB r.tenant || '.*'
+                      AND r.subscription = json_extract(CAST(e.headers AS TEXT), '$."postbus.dlq.subscription"')) THEN 'open'
+                ELSE 'replayed' END AS state,
+           e.seq
     FROM events e JOIN stream_registry s ON s.stream_id = e.stream_id AND s.name GLOB '*-dlq'
     LEFT JOIN stream_registry o ON o.name = json_extract(CAST(e.headers AS TEXT), '$."postbus.dlq.origin_stream"')
     LEFT JOIN delivery_rows d ON d.stream_id = o.stream_id
         AND d.partition = CAST(json_extract(CAST(e.headers AS TEXT), '$."postbus.dlq.origin_partition"') AS INTEGER)
         AND d."offset" = CAST(json_extract(CAST(e.headers AS TEXT), '$."postbus.dlq.origin_offset"') AS INTEGER)
         AND d.consumer = json_extract(CAST(e.headers AS TEXT), '$."postbus.dlq.subscription"')
-    LEFT JOIN dead_letters_purged p ON p.stream_id = e.stream_id AND p."offset" = e."offset";
+    LEFT JOIN dead_letters_purged p ON p.stream_id = e.stream_id AND p."offset" = e."offset"
+    WHERE json_extract(CAST(e.headers AS TEXT), '$."postbus.dlq.subscription"') IS NOT NULL;
 
 -- For each event and each subscription that matches it: what became of it there.
 CREATE VIEW event_statuses AS
@@ -132,7 +146,7 @@ CREATE VIEW event_statuses AS
     WHERE s.name NOT GLOB '*-dlq' AND EXISTS (
         SELECT 1 FROM subscription_globs g WHERE g.subscription = r.consumer AND s.name GLOB g.tenant || '.*'
           AND ((e.topic GLOB g.glob AND length(e.topic) - length(replace(e.topic, '.', '')) = g.dots)
-               OR (s.name GLOB g.glob AND g.dots = 2)));
+               OR (g.dots = 2 AND s.name GLOB g.glob AND (s.name = g.glob OR s.name NOT GLOB '*.journal'))));
 
 -- The journal of the ADR: its nine columns, its four statuses; the worst status over all subscribers.
 CREATE VIEW event_journal AS
@@ -144,16 +158,24 @@ CREATE VIEW event_journal AS
                WHEN 3 THEN 'failed' WHEN 2 THEN 'processing' WHEN 0 THEN 'done' ELSE 'pending' END AS status,
            e.created_at_us / 1e6 AS created_at,
            CASE WHEN NOT EXISTS (SELECT 1 FROM event_statuses t WHERE t.seq = e.seq AND t.status IN ('pending', 'processing'))
-                THEN (SELECT max(t.processed_at_us) / 1e6 FROM event_statuses t WHERE t.seq = e.seq) END AS processed_at,
-           (SELECT group_concat(t.error, '; ') FROM event_statuses t WHERE t.seq = e.seq AND t.error IS NOT NULL) AS error
+                THEN IFNULL((SELECT max(t.processed_at_us) FROM event_statuses t WHERE t.seq = e.seq),
+                            (SELECT m.committed_at_us FROM consumer_commits m
+                             WHERE m.stream_id = e.stream_id AND m.consumer = '_dispatch' AND m.partition = e.partition
+                               AND m.committed_offset >= e."offset" ORDER BY m.committed_offset LIMIT 1)) / 1e6
+                END AS processed_at,
+           (SELECT group_concat(t.error, '; ' ORDER BY t.consumer) FROM event_statuses t
+            WHERE t.seq = e.seq AND t.error IS NOT NULL) AS error
     FROM events e JOIN stream_registry s ON s.stream_id = e.stream_id AND s.name NOT GLOB '*-dlq';
 
 -- An operator's re-queue: UPDATE event_journal SET status = 'pending' WHERE id = …;
 CREATE TRIGGER event_journal_requeue INSTEAD OF UPDATE OF status ON event_journal
 BEGIN
     SELECT RAISE(ABORT, 'only failed events can be re-queued, by setting their status to pending')
-    WHERE NEW.status <> 'pending' OR OLD.status <> 'failed';
-    UPDATE delivery_rows SET status = 'waiting', attempt = 0, replays = replays + 1, due_us = 0, due_at_us = 0, error = NULL
+    WHERE NEW.status IS NOT 'pending' OR OLD.status IS NOT 'failed'
+       OR (NEW.id, NEW.correlation_id, NEW.topic, NEW.source, NEW.payload, NEW.created_at, NEW.processed_at, NEW.error)
+          IS NOT (OLD.id, OLD.correlation_id, OLD.topic, OLD.source, OLD.payload, OLD.created_at, OLD.processed_at, OLD.error);
+    UPDATE delivery_rows SET status = 'waiting', attempt = 0, alone = 0, replays = replays + 1, boot = '', due_us = 0,
+           due_at_us = 0, error = NULL
     WHERE status = 'failed' AND (stream_id, partition, "offset") =
           (SELECT e.stream_id, e.partition, e."offset" FROM events e WHERE e.seq = OLD.id);
 END;
