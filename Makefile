@@ -45,6 +45,7 @@ lock: $(READY) ## write the lock files anew (UPGRADE=--upgrade takes newer versi
 	$(COMPILE) --all-extras -o requirements/all.txt
 	$(COMPILE) -c requirements/all.txt -o requirements/core.txt
 	for extra in $(EXTRAS); do $(COMPILE) -c requirements/all.txt --extra $$extra -o requirements/$$extra.txt || exit 1; done
+	$(subst pyproject.toml,requirements/bench-peers.in,$(COMPILE)) -c requirements/all.txt -o requirements/bench-peers.txt
 
 clean: ## remove everything that make made
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build dist

@@ -215,18 +215,19 @@ class Backlog(AsyncContender):
         return bus
 
     async def _handle(self, _event: Event) -> None:
+        self._handled += 1
         if self._handled % (self._events // PARTS) == 0:
             self._marks.append(time.perf_counter())
-        self._handled += 1
 
     async def _drain(self) -> None:
         bus = self._subscribed()
         watch = Stopwatch()
+        self._marks = [time.perf_counter()]  # starting belongs to the first tenth: who waits for a lease shows it
         async with bus:
             log = await bus.open()
             while self._handled < self._events or (await log.get_consumer_lag(bus.journal, SUBSCRIBER)).total:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0.002)
-            self._marks.append(time.perf_counter())
+            self._marks[-1] = time.perf_counter()  # and the last acknowledgement to the last
             whole = watch.rate(self._events)
         assert self._handled == self._events
         marks = self._marks

@@ -1,4 +1,4 @@
-"""Handlers for tests: one that remembers what it got, and one that waits until it is let go."""
+"""Handlers for tests: one that remembers what it got, one that waits until it is let go; and waiting for real time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from postbus import Event
 
-__all__ = ["Gate", "Recorder", "fails"]
+__all__ = ["Gate", "Recorder", "eventually", "fails"]
 
 
 class Recorder:
@@ -66,3 +66,10 @@ class Gate:
             raise
         finally:
             self.running -= 1
+
+
+async def eventually(holds: Callable[[], object], within_s: float = 10.0) -> None:
+    """Wait in real time, for what no fake clock moves: threads, other processes, other buses."""
+    async with asyncio.timeout(within_s):
+        while not holds():  # noqa: ASYNC110 - what is waited for knows nothing of this loop
+            await asyncio.sleep(0.005)

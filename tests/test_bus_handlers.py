@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
 import time
@@ -17,7 +16,7 @@ from postbus import Context, Event, Invalid, Reject, Retry, RetryPolicy
 from postbus.bus.binding import name_of
 from postbus.model import Conflict
 from postbus.testing import BusKit
-from tests.handlers import Gate, Recorder, fails
+from tests.handlers import Gate, Recorder, eventually, fails
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -168,7 +167,7 @@ async def test_on_names_the_subscription_after_the_handler() -> None:
     async with BusKit() as kit:
 
         @kit.bus.on("a")
-        async def größe(_event: Event) -> None:
+        async def größe(_event: Event) -> None:  # noqa: PLC2401 - that is the point
             """Nothing to do."""
 
         await kit.publish("a", 1)
@@ -237,12 +236,6 @@ async def test_a_handler_that_cannot_be_called_is_refused(handler: Any) -> None:
 # --- plain functions --------------------------------------------------------------------------------------------------
 
 
-async def _eventually(holds: Any) -> None:
-    async with asyncio.timeout(10):
-        while not holds():
-            await asyncio.sleep(0.005)
-
-
 async def test_a_plain_function_runs_on_a_thread() -> None:
     got: list[Any] = []
 
@@ -252,16 +245,16 @@ async def test_a_plain_function_runs_on_a_thread() -> None:
     async with BusKit() as kit:
         kit.bus.subscribe("a", handle, "plain")
         await kit.publish("a", 1)
-        await _eventually(lambda: got)
+        await eventually(lambda: got)
     assert got == [(1, False)]
 
 
 async def test_a_plain_function_that_returns_a_coroutine_has_it_awaited() -> None:
     got = Recorder()
     async with BusKit() as kit:
-        kit.bus.subscribe("a", lambda event: got(event), "plain")
+        kit.bus.subscribe("a", lambda event: got(event), "plain")  # noqa: PLW0108 - a plain function is wanted
         await kit.publish("a", 1)
-        await _eventually(lambda: got.events)
+        await eventually(lambda: got.events)
 
 
 async def test_a_plain_function_that_fails_is_retried() -> None:
@@ -275,7 +268,7 @@ async def test_a_plain_function_that_fails_is_retried() -> None:
     async with BusKit() as kit:
         kit.bus.subscribe("a", handle, "plain")
         await kit.publish("a", 1)
-        await _eventually(lambda: got == [1])
+        await eventually(lambda: got == [1])
         await kit.until(lambda: got == [1, 2])
 
 
@@ -292,7 +285,7 @@ async def test_plain_functions_that_hang_take_no_thread_from_others() -> None:
             await kit.publish("hang", number)
         await kit.settle()
         await kit.publish("go", 1)
-        await _eventually(lambda: got == [1])
+        await eventually(lambda: got == [1])
         over.set()
 
 
@@ -309,9 +302,9 @@ async def test_a_slow_plain_function_does_not_hold_up_the_loop() -> None:
         kit.bus.subscribe("quick", quick, "quick")
         await kit.publish("slow", 1)
         await kit.publish("quick", 1)
-        await _eventually(lambda: quick.events)
+        await eventually(lambda: quick.events)
         assert done == []
-        await _eventually(lambda: done)
+        await eventually(lambda: done)
 
 
 # --- several handlers of one subscriber -------------------------------------------------------------------------------
@@ -333,7 +326,7 @@ async def test_handlers_of_one_id_run_one_after_the_other_in_the_order_they_were
         await kit.settle()
         assert got == []
         gate.open.set()
-        await _eventually(lambda: len(got) == 3)
+        await eventually(lambda: len(got) == 3)
     assert got == ["first", "second", "third"]
 
 

@@ -55,7 +55,7 @@ async def everything(log: SqliteLog) -> list[Event]:
     query = 'SELECT stream, partition, "offset" FROM stream_events ORDER BY seq'
     places = await log.store.read(lambda db: list(db.execute(query)))
     kept = [place for place in places if place[0].startswith(TENANT) and not place[0].endswith("-dlq")]
-    return [(await log.fetch(*place, 1))[0] for place in kept]
+    return [(await log.fetch(stream, part, offset, 1))[0] for stream, part, offset in kept]
 
 
 @pytest.mark.parametrize("projected", ["nothing", "the first half", "everything"])
@@ -95,15 +95,17 @@ async def test_statuses_agree_with_the_journal(tmp_path: Path) -> None:
         if event.payload % 3 == 0:
             raise ValueError(str(event.payload))
         seen.append(event.id)
+        if len(seen) == 6:
+            all_seen.set()
 
+    all_seen = asyncio.Event()
     bus.subscribe("a.*", handle, "some", retry=None)
     async with bus:
         for number in range(9):
             await bus.publish("a.b", "test", number)
         await bus.publish("nobody", "test", 0)
         async with asyncio.timeout(30):
-            while len(seen) < 6:
-                await asyncio.sleep(0.02)
+            await all_seen.wait()
     for number in range(3):
         await bus.publish("a.b", "test", number)
     log = await bus.open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ async def test_a_failure_is_retried_with_doubling_waits_and_then_dead() -> None:
         await kit.publish("a", 1)
         await kit.advance(60)
         [letter] = await kit.dead()
-    waits = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    waits = [later - earlier for earlier, later in pairwise(times)]
     assert waits == [pytest.approx(wait, abs=0.01) for wait in (1, 2, 4, 8)]
     assert (letter.reason, letter.attempts, letter.error) == ("max_attempts", 5, "ValueError: broken")
 

@@ -117,6 +117,18 @@ def test_eight_threads_may_open_a_new_store_at_once(tmp_path: Path, attempt: int
     assert check_store(tmp_path / str(attempt)).ok
 
 
+def test_opening_waits_for_another_who_is_making_the_store(tmp_path: Path) -> None:
+    """SQLite refuses to switch a locked file to WAL at once, without asking the busy handler."""
+    Folder(tmp_path).create()
+    other = apsw.Connection(str(Folder(tmp_path).database))
+    other.execute("CREATE TABLE t (x); BEGIN IMMEDIATE")
+    letting_go = threading.Timer(0.1, lambda: other.execute("COMMIT"))
+    letting_go.start()
+    connect(Folder(tmp_path)).close()
+    letting_go.join()
+    other.close()
+
+
 def test_eight_processes_may_open_a_new_store_at_once(tmp_path: Path) -> None:
     processes = [run_python("tests.faults.appender", str(tmp_path / "new"), "1", "0") for _ in range(8)]
     with children(*processes):
@@ -360,14 +372,15 @@ async def test_a_closed_store_refuses_with_a_sentence(
 async def test_close_finishes_what_is_queued(tmp_path: Path) -> None:
     log = SqliteLog.open(tmp_path)
     await log.ensure_stream(JOURNAL)
-    waiting = [asyncio.ensure_future(log.append(JOURNAL, facts(20, 20 * number))) for number in range(50)]
+    # Large enough for the writer thread; the loop commits small ones by itself while it waits for the end.
+    waiting = [asyncio.ensure_future(log.append(JOURNAL, facts(400, 400 * number))) for number in range(10)]
     await asyncio.sleep(0)
     await log.close()
-    receipts = await asyncio.gather(*waiting)
+    receipts = await asyncio.wait_for(asyncio.gather(*waiting), 60)
     async with opened(tmp_path) as again:
         held = [event.payload for event in await every_event(again)]
-    assert held == list(range(1000))
-    assert [receipt.offset for batch in receipts for receipt in batch] == list(range(1000))
+    assert held == list(range(4000))
+    assert [receipt.offset for batch in receipts for receipt in batch] == list(range(4000))
 
 
 async def test_close_leaves_one_file_of_data_and_an_anchor(tmp_path: Path) -> None:

@@ -72,6 +72,27 @@ def test_a_backup_under_constant_writing_ends_and_is_a_prefix(busy_store: Path, 
     assert lengths[0] < len(whole)
 
 
+async def test_a_backup_does_not_start_over_when_somebody_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["postbus.store.backup"], "PAGES_A_STEP", 4)
+    async with opened(tmp_path / "store") as log:
+        await varied(log, 30)
+    db = connect(Folder(tmp_path / "store"))
+    totals: list[int] = []
+
+    def write(_: int, total: int) -> None:
+        totals.append(total)
+        assert len(totals) <= total // 4 + 1, "the backup started over"
+        db.execute("INSERT INTO store_facts VALUES (?, zeroblob(50000))", (f"step {len(totals)}",))
+
+    backup(tmp_path / "store", tmp_path / "copy", write)
+    db.close()
+    assert len(set(totals)) == 1
+    assert len(totals) > 5
+    assert check_store(tmp_path / "copy").ok
+
+
 async def test_a_backup_never_replaces_a_store(tmp_path: Path) -> None:
     async with opened(tmp_path / "store") as log:
         await log.append(JOURNAL, facts(3))

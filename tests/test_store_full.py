@@ -221,6 +221,23 @@ async def test_over_quota_appends_stop_and_resume(
     await nothing_lost(tmp_path, acknowledged)
 
 
+async def test_an_acknowledgement_gets_the_reserve_when_it_is_the_first_to_find_the_disk_full(
+    tmp_path: Path, quota: Quota, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("postbus.store.folder.Folder.release_reserve", lambda _: quota.give_back())
+    monkeypatch.setattr("postbus.store.folder.Folder.hold_reserve", lambda _: quota.hold())
+    log = SqliteLog.open(tmp_path, vfs=quota.name)
+    await log.ensure_stream(JOURNAL)
+    await log.ensure_consumer(JOURNAL, "reader", EARLIEST)
+    await log.append(JOURNAL, [fact(number) for number in range(50)])
+    quota.room = sum(quota.sizes.values()) + quota.reserve
+    for offset in range(50):
+        assert (await log.commit(JOURNAL, "reader", offset)).moved
+    assert log.store.writer.full
+    await log.close()
+    assert check_store(tmp_path).ok
+
+
 async def test_refused_appends_leave_their_neighbours_alone(tmp_path: Path, quota: Quota) -> None:
     acknowledged: list[int] = []
     log = SqliteLog.open(tmp_path, vfs=quota.name)

@@ -159,6 +159,37 @@ async def test_look_ups_after_trims_and_deletions(log: SqliteLog, projected: boo
     assert check_store(log.store.folder.path).ok
 
 
+@pytest.mark.parametrize("how", ["trim", "delete"])
+async def test_row_numbers_that_are_given_out_again_are_projected_again(log: SqliteLog, how: str) -> None:
+    for life in range(3):
+        await log.append(JOURNAL, facts(300, topic=f"topic.life{life}", correlation_id=f"c{life}"))
+        await log.projections.catch_up()
+        assert len(await log.projections.by_topic(f"topic.life{life}", 1000)) == 300
+        assert len(await log.projections.by_correlation(f"c{life}")) == 300
+        if how == "trim":
+            await log.trim(JOURNAL, before=300 * (life + 1))
+        else:
+            await log.delete_stream(JOURNAL)
+            await log.ensure_stream(JOURNAL)
+        await log.append(JOURNAL, facts(5, topic=f"topic.few{life}", correlation_id=f"few{life}"))
+        for _ in range(2):
+            assert len(await log.projections.by_topic(f"topic.few{life}")) == 5
+            assert len(await log.projections.by_topic(">", 1000)) == 5
+            assert len(await log.projections.by_correlation(f"few{life}")) == 5
+            assert await log.projections.by_correlation(f"c{life}") == []
+            assert len(await log.projections.between(0, 1 << 60, 1000)) == 5
+            await log.projections.catch_up()
+        if how == "trim":
+            await log.trim(JOURNAL, before=300 * (life + 1) + 5)
+            await log.delete_stream(JOURNAL)
+            await log.ensure_stream(JOURNAL)
+            await log.append(JOURNAL, facts(300 * (life + 1)))
+            await log.trim(JOURNAL, before=300 * (life + 1))
+        else:
+            await log.delete_stream(JOURNAL)
+            await log.ensure_stream(JOURNAL)
+
+
 async def test_look_ups_after_a_rebuild(log: SqliteLog) -> None:
     await fill(log, 500, random.Random(7))
     await log.projections.catch_up()

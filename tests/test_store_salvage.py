@@ -6,17 +6,20 @@ import asyncio
 import shutil
 import struct
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
 import apsw
 import pytest
 
+from postbus.clock import Clock, SystemClock
 from postbus.model import Conflict, NotFound, StorageError
-from postbus.store import Folder, Store, salvage
+from postbus.store import Folder, Store, records, salvage
 from postbus.store.backup import check_store
 from postbus.store.database import PAGE_BYTES, connect
 from postbus.store.salvage import Salvaged
+from tests.conformance.fake_clock import FakeClock
 from tests.faults.scene import AGAIN, EARLIEST, JOURNAL, WIDE, build, dump, every_event, fact, facts, opened, varied
 
 Address = tuple[int, int, int]
@@ -100,19 +103,49 @@ def test_the_source_is_only_read(store: Path) -> None:
     assert {name: after[name] for name in before} == before
 
 
-async def test_events_that_were_removed_stay_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clock", [FakeClock(), SystemClock()], ids=["standing clock", "running clock"])
+async def test_events_that_were_removed_stay_removed(tmp_path: Path, clock: Clock) -> None:
     """Freed pages still hold them; the chain and the anchor tell them from what is live."""
-    async with opened(tmp_path / "store") as log:
-        await log.ensure_stream(AGAIN)
-        await log.append(AGAIN, [fact(f"old {number}" * 30) for number in range(900)])
+    async with opened(tmp_path / "store", clock=clock) as log:
         await log.append(JOURNAL, [fact("t" * 200) for _ in range(900)])
         await log.trim(JOURNAL, before=800)
-        await log.delete_stream(AGAIN)
-        await log.ensure_stream(AGAIN)
-        await log.append(AGAIN, [fact(f"new {number}") for number in range(5)])
+        for life, count in enumerate((900, 700, 500, 300, 40)):
+            await log.ensure_stream(AGAIN)
+            await log.append(AGAIN, [fact(f"{life} {number} " * 30) for number in range(count)])
+            await log.append(JOURNAL, facts(10))
+            if life < 4:
+                await log.delete_stream(AGAIN)
     whole = events(tmp_path / "store")
     result = await asyncio.to_thread(saved, tmp_path / "store", whole)
     assert result[1] == set()
+
+
+async def test_free_pages_full_of_an_earlier_life_do_not_matter(tmp_path: Path) -> None:
+    """SQLite leaves what it likes in pages it does not use; here every one of them holds another life of the stream."""
+    store = tmp_path / "store"
+    async with opened(store, clock=FakeClock()) as log:  # at one moment, so that no clock helps
+        await log.append(JOURNAL, [fact("filler" * 900) for _ in range(100)])
+        await log.ensure_stream(AGAIN)
+        await log.append(AGAIN, [fact(f"old {number}") for number in range(90)])
+    ghost = (store / "postbus.db").read_bytes()
+    async with opened(store, clock=FakeClock()) as log:
+        await log.delete_stream(AGAIN)
+        await log.trim(JOURNAL, before=90)
+        await log.ensure_stream(AGAIN)
+        await log.append(AGAIN, [fact(f"new {number}") for number in range(40)])
+        await log.append(AGAIN, [fact("x" * 100_000)])
+    whole = events(store)
+    used = set(pages(store, "TRUE"))
+    data = bytearray((store / "postbus.db").read_bytes())
+    images = [ghost[at : at + PAGE_BYTES] for at in range(0, len(ghost), PAGE_BYTES)]
+    (old,) = [image for image in images if b'"old 7"' in image]
+    free = [number for number in range(1, len(data) // PAGE_BYTES + 1) if number not in used]
+    for number in free:
+        data[(number - 1) * PAGE_BYTES : number * PAGE_BYTES] = old
+    (store / "postbus.db").write_bytes(data)
+    assert (min(free) - 1) * PAGE_BYTES < data.index(b'"new 7"'), "the ghosts would be found after the living"
+    _, lost = await asyncio.to_thread(saved, store, whole)
+    assert lost == set()
 
 
 # --- one thing is wrong -----------------------------------------------------------------------------------------------
@@ -263,13 +296,14 @@ def test_what_was_written_but_never_committed_is_not_brought_back(tmp_path: Path
             db = log.store._db
             db.execute("PRAGMA cache_size = 1")
             db.execute("BEGIN IMMEDIATE")
-            shape = (
-                'seq, stream_id, partition, "offset", topic, source, variant, payload, created_at_us, bytes_through, '
-                "crc, chain"
-            )
-            for number in range(5, 60):
-                values = (number + 1, 1, 0, number, "t", "s", "", b"0" * 4000, 1, 1, 1, bytes(32))
-                db.execute(f"INSERT INTO events ({shape}) VALUES ({','.join('?' * 12)})", values)
+            query = 'SELECT stream_id, chain, bytes_through FROM events ORDER BY "offset" DESC LIMIT 1'
+            stream_id, chain, size = db.execute(query).get
+            for offset in range(5, 65):  # as an append would write them
+                event = (0, offset, "t", "s", "", None, b"0" * 4000, None, None, None, None, None, 1, 1, "trusted")
+                encoded = records.encode(event)
+                chain, size = records.link(chain, encoded), size + len(encoded)
+                rest = (None, 1, None, None, size, zlib.crc32(encoded), chain)
+                db.execute(records.insert_statement(1), (stream_id, *event[:12], *rest))
             shutil.copytree(tmp_path / "store", tmp_path / "killed")
             db.execute("ROLLBACK")
         return events(tmp_path / "store")

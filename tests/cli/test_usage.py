@@ -85,7 +85,7 @@ def test_version(run: Run) -> None:
         (["events", "--topic", "a..b"], "token"),
         (["events", "--since", "yesterday"], "neither an age like 10m nor an instant"),
         (["events", "--status", "lost"], "'lost' is not one of"),
-        (["requeue"], "Missing argument 'EVENT...'"),
+        (["requeue"], "Missing argument 'EVENT'"),
         (["dlq", "lst"], "No such command 'lst'"),
         (["dlq", "replay"], "name dead letters, or choose them"),
         (["dlq", "replay", "a-dlq/0/1", "--rate", "0"], "--rate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import selectors
@@ -14,7 +15,7 @@ from typing import Any, Self
 
 from postbus.store import Folder
 from postbus.store.database import connect
-from tests.faults.bus_nursery import store_of
+from tests.faults.bus_nursery import LEASE_S, store_of
 from tests.faults.scene import run_python
 
 __all__ = ["PATIENCE_S", "Said", "Town", "query", "unfinished"]
@@ -43,6 +44,7 @@ class Said:
     opened: list[int] = field(default_factory=list)
     born: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
     def take(self, line: str) -> None:
@@ -50,8 +52,9 @@ class Said:
         if word == "ack":
             number, offset = int(rest[0]), int(rest[1])
             assert self.acked.setdefault(offset, number) == number, "an offset was acknowledged twice"
-        elif word in ("born", "open", "bye"):
-            {"born": self.born, "open": self.opened, "bye": self.left}[word].append(int(rest[0]))
+        elif word in ("born", "open", "bye", "lost"):
+            where = {"born": self.born, "open": self.opened, "bye": self.left, "lost": self.lost}
+            where[word].append(int(rest[0]))
         elif word != "busy":
             self.errors.append(line)
 
@@ -123,8 +126,8 @@ class Town:
             self.listen(0.002)
 
     def kill(self, pid: int) -> None:
-        del self.living[pid]
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended by itself when it was asked to stop
+            os.kill(pid, signal.SIGKILL)
         self.gone(pid)
 
     def gone(self, pid: int, patience_s: float = PATIENCE_S) -> None:
@@ -150,6 +153,17 @@ class Town:
             assert time.monotonic() - began < patience_s, f"stuck: {left}"
         return time.monotonic() - began
 
+    def _trouble(self, rolls: random.Random, pid: int) -> None:
+        """Sometimes hold a process until its lease is over and let it go on, or ask it to stop just before its end."""
+        lot = rolls.random()
+        if lot < 0.1:
+            os.kill(pid, signal.SIGSTOP)
+            self.listen(rolls.uniform(0.5, 2.5) * LEASE_S)
+            os.kill(pid, signal.SIGCONT)
+        elif lot < 0.2:
+            os.kill(pid, signal.SIGTERM)
+        self.listen(rolls.uniform(0.0, 0.3) if lot < 0.2 else 0.0)
+
     def campaign(self, rolls: random.Random, kills: int, crew: tuple[str, ...]) -> int:
         """Keep a crew alive and kill one of it again and again, sometimes all at once; return the kills of workers."""
         done = workers = 0
@@ -159,8 +173,10 @@ class Town:
             self.listen(rolls.uniform(0.0, rolls.choice((0.3, 0.3, 1.5))))
             victims = list(self.living) if rolls.random() < 0.1 else [rolls.choice(list(self.living))]
             for pid in victims:
-                workers += self.living[pid] == "worker"
                 role = self.living[pid]
+                if role == "worker":
+                    self._trouble(rolls, pid)
+                    workers += 1
                 self.kill(pid)
                 done += 1
                 if rolls.random() < 0.3:

@@ -2,8 +2,9 @@
 
 Each line on stdin, ``ROLE SEED FIRST FOLDER``, forks one; with the arguments ``ROLE FOLDER`` the process is one itself.
 Everything is imported already and no thread or event loop has started, so that a life costs a fork. All write to the
-shared stdout, one line and one ``write`` per happening: ``born PID``, ``open PID``, ``ack NUMBER OFFSET`` on
-a receipt, ``bye PID`` after a clean stop, ``error PID TEXT``. What handlers do goes to files in FOLDER: see ``Diary``.
+shared stdout, one line and one ``write`` per happening: ``born PID``, ``open PID``, ``ack NUMBER OFFSET`` on a receipt,
+``lost PID`` when a lease is, ``bye PID`` after a clean stop, ``error PID TEXT``. What handlers do goes to files in
+FOLDER: see ``Diary``.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from postbus.bus import Context, EventBus
 from postbus.model import Event, Reject, RetryPolicy, StoreBusy
 from tests.faults.scene import JOURNAL
 
-__all__ = ["BOMB", "HASTY", "JOURNAL", "Diary", "payload_of", "store_of"]
+__all__ = ["BOMB", "HASTY", "JOURNAL", "LEASE_S", "Diary", "payload_of", "store_of"]
 
 KEYS = 6
 BOMB = 25
+LEASE_S = 1.5
 PATIENT = RetryPolicy(max_attempts=8, backoff_s=0.02, backoff_s_max=0.2)
 HASTY = RetryPolicy(max_attempts=3, backoff_s=0.02)
 
@@ -158,7 +160,7 @@ def subscribe_all(bus: EventBus, folder: Path) -> None:
 
 
 async def worker(folder: Path, _rolls: random.Random, _first: int) -> None:
-    bus = EventBus(store_of(folder))
+    bus = EventBus(store_of(folder), lease_s=LEASE_S)
     subscribe_all(bus, folder)
     await run(bus)
 
@@ -185,21 +187,36 @@ async def bombed(folder: Path, _rolls: random.Random, _first: int) -> None:
     await run(bus)
 
 
+async def hang(event: Event, _ctx: Context) -> None:
+    await asyncio.sleep(1000.0 if event.payload["n"] == BOMB else 0.001)
+
+
+async def hung(folder: Path, _rolls: random.Random, _first: int) -> None:
+    """A subscription that hangs on one event, and another that dies of the same one when it gets that far."""
+    bus = EventBus(store_of(folder), stop_grace_s=0.1)
+    bus.subscribe("*.load", handler(folder, "hangs", hang), "hangs", retry=HASTY)
+    bus.subscribe("bomb.load", handler(folder, "dies", explode), "dies", retry=HASTY)
+    await run(bus)
+
+
 # --- life and death ---------------------------------------------------------------------------------------------------
 
 
 class Complaints(logging.Handler):
-    """What the bus logs as an error is one."""
+    """What the bus logs as an error is one; leases that were lost are counted."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say("error", os.getpid(), self.format(record).replace("\n", " "))
+        if record.levelno >= logging.ERROR:
+            say("error", os.getpid(), self.format(record).replace("\n", " "))
+        elif record.msg.startswith("lost the lease"):
+            say("lost", os.getpid())
 
 
 async def run(bus: EventBus) -> None:
     """Run the bus until SIGTERM, and report tasks of it that fell over."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _loop, context: say("error", os.getpid(), context))
-    logging.getLogger("postbus").addHandler(Complaints(logging.ERROR))
+    logging.getLogger("postbus").addHandler(Complaints())
     ended = asyncio.Event()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
     async with bus:
@@ -223,7 +240,7 @@ def fallen_tasks(bus: EventBus) -> list[BaseException]:
     return [error for error in errors if error is not None]
 
 
-ROLES = {"worker": worker, "publisher": publisher, "bombed": bombed}
+ROLES = {"worker": worker, "publisher": publisher, "bombed": bombed, "hung": hung}
 
 
 def live(role: str, seed: int, first: int, folder: Path) -> NoReturn:

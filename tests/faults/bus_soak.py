@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import random
 import sys
 import time
@@ -104,6 +105,7 @@ class Load:
 
 async def main(folder: str, seconds: str) -> None:
     database.CACHE_KIB = CACHE_KIB
+    logging.getLogger("postbus").addHandler(logging.NullHandler())  # failures are wanted here
     load = Load(Path(folder))
     duration = float(seconds)
     samples: list[Sample] = []

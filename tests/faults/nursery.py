@@ -2,8 +2,8 @@
 
 Each line on stdin, ``SEED FIRST FOLDER``, forks a publisher that numbers its identified facts from FIRST. Everything is
 imported already, so that a life costs a fork. Publishers write one line per happening to the shared stdout, each in one
-``write``: ``born PID``, ``open PID``, ``ack KIND NUMBER STREAM PARTITION OFFSET``, ``moved CONSUMER THROUGH``, ``busy
-PID``, ``error PID TEXT``.
+``write``: ``born PID``, ``open PID``, ``ack KIND NUMBER STREAM PARTITION OFFSET``, ``moved CONSUMER THROUGH``,
+``error PID TEXT``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import signal
 import sys
 
 from postbus.log.sqlite import SqliteLog
-from postbus.model import Draft, Retention, StoreBusy, StreamSettings
+from postbus.model import Draft, Retention, StreamSettings
 from tests.faults.scene import EARLIEST
 
 __all__ = ["CONSUMER", "SHORT", "SINGLE", "WIDE", "draft"]
@@ -91,8 +91,6 @@ def fork(folder: str, seed: int, first: int) -> None:
     say("born", os.getpid())
     try:
         asyncio.run(live(folder, seed, first))
-    except StoreBusy:
-        say("busy", os.getpid())
     except BaseException as error:  # noqa: BLE001 - reported to whoever counts
         say("error", os.getpid(), type(error).__name__, str(error).replace("\n", " "))
         status = 1

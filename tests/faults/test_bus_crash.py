@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -15,11 +18,12 @@ from tests.faults.bus_campaign import PATIENCE_S, Town, query, unfinished
 from tests.faults.bus_judge import judge
 from tests.faults.bus_nursery import BOMB, HASTY, Diary, store_of
 from tests.faults.campaign import FULL, dice
-from tests.faults.scene import children, run_python
+from tests.faults.scene import ROOT, children, run_python
 
 KILLS = 120 if FULL else 20
 HARMLESS = 50
 LEASE_S = 30.0
+APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
 
 pytestmark = [pytest.mark.xdist_group("bus crash"), pytest.mark.slow]
 
@@ -36,7 +40,8 @@ def test_killed_workers_and_publishers_lose_nothing(ground: Path, crew: tuple[st
         took_s = town.drain()
         town.stop(last)
         verdict = judge(town.folder, town.said)
-    print(f"{KILLS} kills, {of_workers} of workers; drained in {took_s:.1f} s; {verdict}")  # noqa: T201 - what it did
+    lost = len(town.said.lost)
+    print(f"{KILLS} kills, {of_workers} of workers; {lost} leases lost; drained in {took_s:.1f} s; {verdict}")  # noqa: T201
     assert verdict.acked > KILLS
     assert verdict.dead > 0
 
@@ -101,6 +106,35 @@ def test_an_event_that_kills_is_dead_in_the_end_and_its_neighbours_are_not(
     print(f"{deaths} deaths")  # noqa: T201 - what it did
 
 
+def left_of(folder: Path, subscription: str) -> set[int]:
+    """Return what is neither done nor dead for a subscription."""
+    done = {at for word, at, _, _ in Diary(folder, subscription).read() if word == "done"}
+    dead = {
+        at for name, at in query(folder, "SELECT subscription, origin_offset FROM dead_letters") if name == subscription
+    }
+    return set(range(HARMLESS + 1)) - done - dead
+
+
+@pytest.mark.parametrize("name", ["bomb", "calm"])
+def test_an_event_that_hangs_holds_up_only_its_key_even_beside_one_that_kills(ground: Path, name: str) -> None:
+    with Town(ground / "town") as town:
+        asyncio.run(load(town.folder, (name,), keyed=True))
+        behind = set(range(BOMB, HARMLESS + 1, 5))
+        deaths = 0
+        pid = town.fork("hung")
+        deadline = time.monotonic() + PATIENCE_S
+        while left_of(town.folder, "hangs") != behind or (name == "bomb" and left_of(town.folder, "dies")):
+            assert time.monotonic() < deadline, f"stuck: {left_of(town.folder, 'hangs')}"
+            town.listen(0.05)
+            if not Path(f"/proc/{pid}").exists():
+                town.gone(pid)
+                deaths += 1
+                pid = town.fork("hung")
+        letters = query(town.folder, "SELECT subscription, origin_offset, reason FROM dead_letters")
+        assert letters == ([("dies", BOMB, "crash")] if name == "bomb" else [])
+        assert deaths == (HASTY.max_attempts + 1 if name == "bomb" else 0)
+
+
 # --- who is dead ------------------------------------------------------------------------------------------------------
 
 
@@ -116,6 +150,24 @@ async def handles_within(folder: Path, seconds: float) -> None:
     async with bus, asyncio.timeout(seconds):
         await bus.publish("loose.load", "test", {"n": 1})
         await handled.wait()
+
+
+def test_a_process_in_another_container_keeps_its_work_until_its_lease_is_over(ground: Path) -> None:
+    """Its pid means nothing here, so that only its lease tells whether it lives."""
+    if not shutil.which("unshare") or subprocess.run(APART, check=False, capture_output=True).returncode:
+        pytest.skip("this needs the right to make pid namespaces")
+    (ground / "town").mkdir()
+    owned = "SELECT count(*), min(owner), max(token) FROM lanes WHERE owner IS NOT NULL"
+    command = [*APART[:-1], sys.executable, "-m", "tests.faults.bus_nursery", "bombed", str(ground / "town")]
+    with children(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)) as (process,):
+        assert process.stdout is not None
+        while not process.stdout.readline().startswith("open"):
+            pass
+        while (before := query(ground / "town", owned)[0])[0] != 3:
+            time.sleep(0.02)
+        with pytest.raises(TimeoutError):
+            asyncio.run(handles_within(ground / "town", 3.0))
+        assert query(ground / "town", owned) == [before]
 
 
 def test_a_process_that_nobody_buried_is_dead_all_the_same(ground: Path) -> None:

@@ -13,7 +13,7 @@ from tests.faults.campaign import FULL
 from tests.faults.scene import children, run_python
 
 SECONDS = 60.0 if FULL else 8.0
-WAL_BYTES_MAX = 256 * 1024 * 1024
+WAL_BYTES_MAX = 128 * 1024 * 1024
 
 pytestmark = [pytest.mark.xdist_group("bus soak"), pytest.mark.slow]
 
@@ -34,7 +34,5 @@ def test_a_loaded_bus_neither_grows_nor_falls_behind(tmp_path: Path) -> None:
     assert soak.lag == 0
     assert soak.failed > 0
     assert soak.dead > 0
-    assert ratios["rss_kib"] < 1.15
-    assert ratios["handles"] < 1.15
-    assert ratios["tasks"] < 1.15
+    assert max(ratios.values()) < 1.1, ratios
     assert max(sample.wal_bytes for sample in soak.samples) < WAL_BYTES_MAX

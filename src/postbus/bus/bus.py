@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from postbus.bus.binding import bind, name_of
 from postbus.bus.context import current, derivation
+from postbus.bus.places import DISPATCH, EVERYTHING, pass_frontier, place
 from postbus.bus.registry import JOURNAL, Registered, Registry, whole
 from postbus.bus.replies import REPLY, Replies
 from postbus.bus.settings import check_numbers, check_retry, parse_ordering, parse_start
@@ -20,7 +21,6 @@ from postbus.clock import Clock, SystemClock
 from postbus.delivery.dead import SUFFIX, DeadLetters
 from postbus.delivery.table import DeliveryTable, new_owner
 from postbus.envelope import Limits, draft
-from postbus.log.cursors import committed, ensured
 from postbus.log.sqlite import SqliteLog
 from postbus.model import (
     Conflict,
@@ -30,8 +30,7 @@ from postbus.model import (
     Ordering,
     PostbusError,
     RetryPolicy,
-    Start,
-    StartPolicy,
+    StorageError,
 )
 from postbus.topics import check_id, check_pattern, check_stream_name, matches
 
@@ -40,19 +39,16 @@ if TYPE_CHECKING:
     from datetime import datetime
     from types import TracebackType
 
-    from postbus.log.sqlite import Transaction
-    from postbus.model import Event, Receipt, Stream, StreamSettings
+    from postbus.model import Event, Receipt, Start, Stream, StreamSettings
 
 __all__ = ["EventBus"]
 
 logger = logging.getLogger("postbus.bus")
 
-DISPATCH = "_dispatch"
 FRONTIER_S = 1.0
 NOTICE_S = 0.05
 ATTACH_S = 1.0
 STREAM_TOKENS = 3
-EVERYTHING = Start(policy=StartPolicy.EARLIEST)
 # An event's address may be longer than the correlation ids that publishers give themselves.
 OWN, INHERITED = Limits(), Limits(correlation_id_bytes=512)
 
@@ -129,8 +125,17 @@ class EventBus:
         self._table = DeliveryTable(log, self.clock, self._owner, self._lease_s)
         self._registry = Registry(log, self.tenant)
         self._replies = Replies(log, self.journal, self.clock)
-        self.dead_letters = DeadLetters(log, self.clock, self.tenant, self._refresh)
+        self._dead_letters = DeadLetters(log, self.clock, self.tenant, self._refresh)
         return log
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """The dead letters of the tenant; raises ``StorageError`` while the bus is not open."""
+        if self._log is None:
+            raise StorageError(
+                "the bus is not open", hint="use it inside `async with bus:`, or `await bus.open()` first"
+            )
+        return self._dead_letters
 
     async def __aenter__(self) -> Self:
         """Recover and start."""
@@ -189,7 +194,7 @@ class EventBus:
         await self._replies.stop()
         if running:
             with contextlib.suppress(PostbusError):
-                await self._pass_frontier(log)
+                await pass_frontier(log, self.tenant, self._all_placed)
         await log.close()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
@@ -405,13 +410,13 @@ class EventBus:
                 return
             await self._registry.save(subscriber.registered)
             known = await log.get_consumer(self.journal, name)
-            streams = [s for s in await log.streams() if subscriber.reads(s.name, self.journal, self.tenant)]
+            found = await log.streams()
+            streams = [stream for stream in found if subscriber.reads(stream.name, self.journal, self.tenant)]
             for stream in streams:
-                grave = await log.ensure_stream(subscriber.grave(stream.name))
-                if grave.settings.partitions != 1:
-                    raise Conflict(f"{grave.name} takes no dead letters: it has {grave.settings.partitions} partitions")
+                await self._dig(log, subscriber.grave(stream.name), found)
                 younger = known is not None and stream.created_at_us >= known.created_at_us
-                await self._place(log, subscriber, stream, EVERYTHING if younger else subscriber.start)
+                start = EVERYTHING if younger else subscriber.start
+                await place(log, stream, name, start, subscriber.heads)
             subscriber.placed = True
             self._placing.pop(name, asyncio.Event()).set()
             if (leaving := self._leaving.get(name)) is not None:
@@ -422,44 +427,24 @@ class EventBus:
                     for partition in range(stream.settings.partitions):
                         subscriber.add_lane(stream.name, partition)
 
-    async def _place(self, log: SqliteLog, subscriber: Subscriber, stream: Stream, start: Start | None) -> None:
-        """Give a new subscription its place: where it asked to start, or where the pending events begin."""
-        name = subscriber.registered.id
-        if await log.get_consumer(stream.name, name) is not None:
-            return
-        if start is not None:
-            await log.ensure_consumer(stream.name, name, start)
-            return
-        frontier = await log.get_consumer(stream.name, DISPATCH)
-
-        def place(tx: Transaction) -> None:
-            tx.move(stream.name, name, ensured, EVERYTHING)
-            for cursor in frontier.cursors if frontier is not None else ():
-                seen = subscriber.heads.get((stream.name, cursor.partition), cursor.next_offset)
-                following = min(cursor.next_offset, seen)
-                if following > 0:
-                    tx.move(stream.name, name, committed, cursor.partition, following - 1)
-
-        await log.transact(place)
+    async def _dig(self, log: SqliteLog, name: str, known: list[Stream]) -> None:
+        """Make a dead-letter stream if it is missing, and have it read by those who asked for it."""
+        grave = await log.ensure_stream(name)
+        if grave.settings.partitions != 1:
+            raise Conflict(f"{name} takes no dead letters: it has {grave.settings.partitions} partitions")
+        if grave not in known and self._running:
+            for subscriber in self._subscribers.values():
+                if name in subscriber.patterns:
+                    self._spawn(self._attach_later(subscriber))
 
     async def _move_frontier(self) -> None:
-        """Remember how far events have been offered to everybody there is: what lies behind is no longer pending."""
         while True:
             with contextlib.suppress(PostbusError):
-                await self._pass_frontier(await self.open())
+                await pass_frontier(await self.open(), self.tenant, self._all_placed)
             await self.clock.sleep(FRONTIER_S)
 
-    async def _pass_frontier(self, log: SqliteLog) -> None:
-        for stream in await log.streams():
-            if not stream.name.startswith(f"{self.tenant}.") or stream.name.endswith("-dlq"):
-                continue
-            frontier = await log.ensure_consumer(stream.name, DISPATCH, EVERYTHING)
-            stats = await log.get_stream_stats(stream.name)
-            for cursor, part in zip(frontier.cursors, stats.partitions, strict=True):
-                if not all(subscriber.placed for subscriber in self._subscribers.values()):
-                    return  # asked after the mark was read: what is published from now on lies beyond it
-                if part.high_water_mark > cursor.next_offset:
-                    await log.commit(stream.name, DISPATCH, part.high_water_mark - 1, part.partition)
+    def _all_placed(self) -> bool:
+        return all(subscriber.placed for subscriber in self._subscribers.values())
 
     async def _follow_others(self) -> None:
         """Look after what other processes changed: re-queued events, replayed dead letters, new streams."""

@@ -49,6 +49,22 @@ UNSETTLED = """
             WHERE c.stream_id = p.stream_id AND c.partition = p.partition AND (c.consumer = '_dispatch'
                 OR EXISTS (SELECT 1 FROM subscription_registry r WHERE r.subscription = c.consumer))), 0)
 """
+# The same for one status. What is done is most of the log, and is looked for in the log itself.
+CANDIDATES = {
+    DeliveryStatus.FAILED: """
+        SELECT e.seq FROM delivery_rows d JOIN events e USING (stream_id, partition, "offset") WHERE d.status = 'failed'
+    """,
+    DeliveryStatus.PROCESSING: """
+        SELECT e.seq FROM delivery_rows d JOIN events e USING (stream_id, partition, "offset")
+        WHERE d.status = 'processing'
+        UNION
+        SELECT e.seq FROM lanes l JOIN cursors c USING (stream_id, consumer, partition)
+        JOIN events e ON e.stream_id = l.stream_id AND e.partition = l.partition
+            AND e."offset" >= c.next_offset AND e."offset" < l.reach
+        WHERE l.owner IS NOT NULL
+    """,
+    DeliveryStatus.PENDING: UNSETTLED,
+}
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,8 +110,8 @@ def _candidates(db: apsw.Connection, query: EventQuery) -> Iterator[tuple[Any, .
         minutes = ((query.since_us or 0) // 60_000_000, (query.until_us or LAST_SEQ) // 60_000_000)
         low, high = db.execute(SPAN, minutes).get
         first, last = (following, following - 1) if low is None else (low, min(high, last))
-    if query.status not in (None, DeliveryStatus.DONE):
-        for (seq,) in db.execute(f"{UNSETTLED} ORDER BY 1 DESC"):
+    if query.status in CANDIDATES:
+        for (seq,) in db.execute(f"{CANDIDATES[query.status]} ORDER BY 1 DESC"):
             if seq >= following or first <= seq <= last:
                 yield from db.execute(ROW, (seq,))
         return

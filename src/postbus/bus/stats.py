@@ -8,7 +8,7 @@ import msgspec
 
 from postbus.bus.registry import Registered, Registry
 from postbus.bus.search import UNSETTLED
-from postbus.delivery.table import started_at
+from postbus.delivery.table import alive
 from postbus.model import StreamStats
 from postbus.topics import matches
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["BusStats", "Statuses", "SubscriptionState", "bus_stats", "subscription_states"]
 
 AHEAD_MAX = 10_000
-COUNTED_MAX = 50_000
+COUNTED_MAX = 20_000
 MINUTE_US = 60_000_000
 MINUTES = 60
 
@@ -45,12 +45,11 @@ AHEAD = f"""
                     AND d."offset" = e."offset" AND d.consumer = ?4)
     ORDER BY e."offset" LIMIT {AHEAD_MAX}
 """  # noqa: S608 - a constant
-STATUSES = f"""
-    SELECT j.status, count(*) FROM
-        (SELECT u.seq FROM ({UNSETTLED}) u JOIN events e USING (seq)
-         JOIN stream_registry s ON s.stream_id = e.stream_id AND s.name GLOB ? || '.*' LIMIT {COUNTED_MAX + 1}) u
-    JOIN event_journal j ON j.id = u.seq GROUP BY j.status
+OPEN = f"""
+    SELECT u.seq FROM ({UNSETTLED}) u JOIN events e USING (seq)
+    JOIN stream_registry s ON s.stream_id = e.stream_id AND s.name GLOB ? || '.*'
 """  # noqa: S608 - constants only
+STATUSES = "SELECT status, count(*) FROM event_journal WHERE id IN (SELECT value FROM json_each(?)) GROUP BY status"
 DEAD = "SELECT state, count(*) FROM dead_letters WHERE id GLOB ? || '.*' GROUP BY state"
 
 
@@ -72,13 +71,13 @@ class SubscriptionState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Statuses(msgspec.Struct, frozen=True, kw_only=True):
-    """How many events are in which status; ``exact`` is False when so many are not done that not all were counted."""
+    """How many events are in which status; ``uncounted`` may be anything: more than 20,000 were open at once."""
 
     pending: int
     processing: int
     done: int
     failed: int
-    exact: bool
+    uncounted: int
 
 
 class BusStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,13 +104,13 @@ async def bus_stats(log: SqliteLog, clock: Clock, tenant: str) -> BusStats:
     await log.projections.catch_up()
     names = [stream.name for stream in await log.streams() if stream.name.startswith(f"{tenant}.")]
     streams = [await log.get_stream_stats(name) for name in names]
-    counts = await log.store.read(lambda db: dict(db.execute(STATUSES, (tenant,))))
+    events = sum(stats.count for stats in streams if not stats.stream.name.endswith("-dlq"))
     dead = await log.store.read(lambda db: dict(db.execute(DEAD, (tenant,))))
     database = log.store.folder.database
     wal = database.with_name(f"{database.name}-wal")
     return BusStats(
         streams=streams,
-        statuses=_statuses(streams, counts),
+        statuses=await log.store.read(lambda db: _statuses(db, tenant, events)),
         subscriptions=await subscription_states(log, clock, tenant),
         dead_letters={state: dead.get(state, 0) for state in ("open", "replayed", "purged")},
         rates=await _rates(log, clock.now_us()),
@@ -121,11 +120,12 @@ async def bus_stats(log: SqliteLog, clock: Clock, tenant: str) -> BusStats:
     )
 
 
-def _statuses(streams: list[StreamStats], counts: dict[str, int]) -> Statuses:
-    events = sum(stats.count for stats in streams if not stats.stream.name.endswith("-dlq"))
+def _statuses(db: apsw.Connection, tenant: str, events: int) -> Statuses:
+    numbers = [number for (number,) in db.execute(OPEN, (tenant,))]
+    counts = dict(db.execute(STATUSES, (msgspec.json.encode(numbers[:COUNTED_MAX]).decode(),)))
     others = {status: counts.get(status, 0) for status in ("pending", "processing", "failed")}
-    exact = sum(counts.values()) <= COUNTED_MAX
-    return Statuses(**others, done=max(events - sum(others.values()), 0), exact=exact)
+    uncounted = max(len(numbers) - COUNTED_MAX, 0)
+    return Statuses(**others, done=max(events - sum(others.values()) - uncounted, 0), uncounted=uncounted)
 
 
 async def _rates(log: SqliteLog, now_us: int) -> list[int]:
@@ -162,5 +162,4 @@ def _state(db: apsw.Connection, clock: Clock, tenant: str, registered: Registere
 
 def _works(clock: Clock, owner: str, boot: str, until_us: int) -> bool:
     """Say whether the owner of a lane is there: its lease runs, and so does the process that took it."""
-    pid, start, *_ = owner.split(".")
-    return boot == clock.boot_id() and until_us > clock.monotonic_s() * 1e6 and started_at(int(pid)) == start
+    return boot == clock.boot_id() and until_us > clock.monotonic_s() * 1e6 and alive(owner)

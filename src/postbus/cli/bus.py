@@ -349,7 +349,7 @@ def state_rows(states: list[SubscriptionState]) -> list[tuple[object, ...]]:
 def requeue(
     event: Annotated[
         list[str],
-        typer.Argument(metavar="EVENT...", help="Numbers in event_journal, or addresses stream/partition/offset."),
+        typer.Argument(metavar="EVENT", help="Numbers in event_journal, or addresses stream/partition/offset."),
     ],
     *,
     tenant: Tenant = TENANT,

@@ -35,6 +35,7 @@ __all__ = ["commands"]
 FAST_S = 3.0
 EVENTS_SHOWN = 5
 ROWS_MIN = 20
+WIDTH_MAX = 80
 COLUMNS_MIN = 70
 FRAMES_A_SECOND = 10
 MOODS = {"": "cyan", "good": "green", "bad": "red", "stopped": "yellow"}
@@ -256,7 +257,7 @@ class Stage:
             subtitle_align="right",
             border_style=style,
             height=4,
-            width=min(self._console.width, 100),
+            width=min(self._console.width, WIDTH_MAX),
         )
         heading = Text(f"\nthe last of {count(self._count, 'event')} in the log", style="dim")
         return Group(now, self._subscribers(), heading, *self._last_events())

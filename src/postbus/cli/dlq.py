@@ -48,9 +48,7 @@ commands = typer.Typer(
     ),
 )
 
-Letters = Annotated[
-    list[str] | None, typer.Argument(metavar="ID...", help="Dead letters by id, as in journal-dlq/0/3.")
-]
+Letters = Annotated[list[str] | None, typer.Argument(metavar="ID", help="Dead letters by id, as in journal-dlq/0/3.")]
 Subscription = Annotated[
     str | None, typer.Option("--subscription", metavar="ID", help="Only what died for this subscription.")
 ]
@@ -217,27 +215,22 @@ def replay(
     """
     if not letter and subscription is None and topic is None and reason is None:
         message = "name dead letters, or choose them with --subscription, --topic or --reason"
-        raise typer.BadParameter(message, param_hint="'ID...'")
+        raise typer.BadParameter(message, param_hint="'ID'")
 
     async def run() -> tuple[int, int]:
         async with opened_store(data) as log:
-            letters = dead_letters(log, CLOCK, tenant)
             chosen = await _chosen(log, letter, subscription, topic, reason, tenant)
-            done = 0
-            with output.progress("replaying") as advance:
-                for number, entry in enumerate(chosen):
-                    advance(number, len(chosen))
-                    done += await letters.replay([entry])
-                    if rate is not None and number + 1 < len(chosen):
-                        await CLOCK.sleep(1 / rate)
-            return done, len(chosen)
+            with output.progress("replaying"):
+                return await dead_letters(log, CLOCK, tenant).replay(chosen, per_second=rate), len(chosen)
 
     done, chosen = asyncio.run(run())
     if json:
         output.document({"replayed": done, "passed_over": chosen - done})
         return
-    passed = f"; {count(chosen - done, 'other')} replayed or purged meanwhile" if chosen > done else ""
-    output.say(f"replayed {count(done, 'dead letter')}{passed}")
+    output.say(f"replayed {count(done, 'dead letter')}")
+    if chosen > done:
+        left = count(chosen - done, "dead letter")
+        output.note(f"passed over {left}: the subscription is gone, or somebody else was faster")
 
 
 async def _chosen(
@@ -253,7 +246,7 @@ async def _chosen(
     if not letter:
         return await letters.find(subscription=subscription, topic=topic, reason=reason)
     if subscription is not None or topic is not None or reason is not None:
-        raise typer.BadParameter("give ids or a filter, one of the two", param_hint="'ID...'")
+        raise typer.BadParameter("give ids or a filter, one of the two", param_hint="'ID'")
     named = [await letters.show(address_of(one, tenant)) for one in dict.fromkeys(letter)]
     for entry in named:
         if entry.state != "open":

@@ -62,7 +62,7 @@ def stats(
         return
     events = sum(one.count for one in found.streams)
     statuses = found.statuses
-    several = "" if statuses.exact else " (at least: so many are not done that not all were counted)"
+    several = f", {statuses.uncounted:,} not counted" if statuses.uncounted else ""
     output.say(f"events         {events:,} in {count(len(found.streams), 'stream')}")
     output.say(f"last hour      {sum(found.rates):,}, at most {max(found.rates):,} a minute")
     output.say(f"               {_spark(found.rates)}")

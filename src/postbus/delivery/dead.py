@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from postbus.model import Draft, Invalid, NotFound
+from postbus.model import Draft, Invalid, NotFound, StorageError
 from postbus.topics import check_pattern, matches
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from postbus.log.sqlite import SqliteLog, Transaction
     from postbus.model import Event
 
-__all__ = ["SUFFIX", "DeadEntry", "DeadLetters", "bury", "grave", "unbury"]
+__all__ = ["SUFFIX", "DeadEntry", "DeadLetters", "bury", "dig", "grave", "unbury"]
 
 LEAF_CHARS_MAX = 80
 HEADER_BYTES_MAX = 4096
@@ -73,6 +73,19 @@ def grave(stream: str) -> str:
     """Return the dead-letter stream of a stream; a leaf that would become too long is cut."""
     head, _, leaf = stream.rpartition(".")
     return f"{head}.{leaf[: LEAF_CHARS_MAX - len(SUFFIX)]}{SUFFIX}"
+
+
+async def dig(log: SqliteLog, origin: str, graves: set[str]) -> None:
+    """Make dead-letter streams again that somebody deleted, and raise ``StorageError``: what failed is to be retried.
+
+    Nothing happens when none is missing, or when the origin itself is gone.
+    """
+    known = {stream.name for stream in await log.streams()}
+    missing = graves - known
+    if missing and origin in known:
+        for stream in missing:
+            await log.ensure_stream(stream)
+        raise StorageError(f"{', '.join(sorted(missing))} had to be made again")
 
 
 def bury(event: Event, subscription: str, reason: str, attempts: int, error: str) -> Draft:

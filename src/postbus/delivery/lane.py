@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from postbus.delivery.dead import dig
 from postbus.delivery.gate import PATIENCE_S
 from postbus.delivery.table import DONE, FAILED, PROCESSING, WAITING, LaneKey, Row, Settlement
 from postbus.delivery.turns import Turns
 from postbus.delivery.work import Verdict, Work
-from postbus.model import LeaseLost, NotFound, PostbusError, StorageError
+from postbus.model import LeaseLost, NotFound, PostbusError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -69,7 +70,7 @@ class Lane:
         self._fed = asyncio.Event()
         self._closing = asyncio.Event()
         self._refreshing = asyncio.Lock()
-        self._stopping = self._settling = self._resting = False
+        self._stopping = self._settling = self._resting = self._pausing = False
         self.tasks: list[asyncio.Task[None]] = []
         self._clear()
 
@@ -122,7 +123,7 @@ class Lane:
     @property
     def busy(self) -> bool:
         """Whether it has something to do that waits neither for time to pass nor for a handler."""
-        if self.ended:
+        if self.ended or self._pausing:
             return False
         news = self._dirty or self._dead or self._claims or self._changed.is_set()
         return bool(news) or self._settling or not self._resting
@@ -140,11 +141,16 @@ class Lane:
                 self._clear()
                 return  # the stream or the subscription was deleted
             except PostbusError:
-                # Full, busy or failed: said elsewhere; keep what is known, try again.
-                await self._clock.wait(self._closing, RETRY_S)
+                await self._pause()  # full, busy or failed: said elsewhere; keep what is known, try again
             except Exception:
                 logger.exception("working on %s on %s/%s failed; it goes on", *self.key)
-                await self._clock.wait(self._closing, RETRY_S)
+                await self._pause()
+
+    async def _pause(self) -> None:
+        self._pausing = True
+        await self._clock.wait(self._closing, RETRY_S)
+        self._pausing = False
+        self._changed.set()
 
     async def _acquire(self) -> bool:
         """Wait for the lane's lease; False when the lane is to stop instead."""
@@ -264,7 +270,7 @@ class Lane:
             row = work.row = Row(offset=offset, key=work.event.key)
         row.attempt, row.error = work.attempt, outcome.error
         if outcome.verdict is Verdict.RETRY:
-            row.alone = False
+            row.alone = 0
             self._table.delayed(row, outcome.delay_s)
             self._rows[offset] = work
             self._dirty[offset] = row
@@ -287,7 +293,7 @@ class Lane:
         if outcome.dead is not None:
             self._dead.append((row, *outcome.dead))
         else:
-            row.status, row.alone = DONE, False
+            row.status, row.alone = DONE, 0
             self._dirty[row.offset] = row
 
     def owns(self, work: Work) -> bool:
@@ -308,20 +314,19 @@ class Lane:
             if row.status == PROCESSING:  # its owner gave the lane back while this still ran
                 row.status = WAITING
             work = Work(self, event, row.attempt, row)
-            self._rows[row.offset] = work
             outcome = self._crashed(work) if row.alone else None
             if outcome is not None and outcome.dead is not None:
                 row.error = outcome.error
                 self._dead.append((row, *outcome.dead))
-                del self._rows[row.offset]
                 continue
+            self._rows[row.offset] = work
             key = self._turns.key(work)
             if not self._turns.taken(work) and (row.alone or key in lonely):
-                row.alone = True  # also when only one before it of its key is: nothing overtakes
+                row.alone = max(row.alone, 1)  # also when only one before it of its key is: nothing overtakes
                 self._alone.append(work)
                 lonely |= {key} if key is not None else set()
             else:
-                row.alone = False  # it waited behind another event of its key, so it did not run
+                row.alone = 0  # it waited behind another event of its key, so it did not run
                 self._turns.take(work)
         self._next_alone()
         self._changed.set()
@@ -352,7 +357,7 @@ class Lane:
         while self._alone and self._turns.taken(self._alone[0]):
             work = self._alone.popleft()
             if work.row is not None:
-                work.row.alone = False
+                work.row.alone = 0
             self._turns.take(work)
         if not self._alone:
             self._fed.set()
@@ -361,6 +366,11 @@ class Lane:
         """Have rows claimed whose time has come and whose turn it is."""
         if self._stopping or not self._rows:
             return
+        first = self._alone[0] if self._alone else None
+        if first is not None and first.started and self._clock.monotonic_s() - (first.since_s or 0.0) >= PATIENCE_S:
+            self._turns.take(self._alone.popleft())  # it is on record, and others have waited long enough for it
+            self._table.gate.leave(self)
+            self._next_alone()
         works = [self._alone[0]] if self._alone else [work for work in self._rows.values() if not work.behind]
         claimed = {id(work) for work in self._claims}
         for work in works:
@@ -473,12 +483,11 @@ class Lane:
             self._dirty = {**dirty, **self._dirty}
             self._dead = dead + self._dead
             self._claims = claims + self._claims
-            for work in claims:
-                assert work.row is not None  # noqa: S101 - only rows are claimed
-                work.row.status = WAITING
-                work.row.attempt -= 1
+            for row in [work.row for work in claims if work.row is not None]:
+                row.status = WAITING
+                row.attempt -= 1
             if isinstance(error, NotFound):
-                await self._dig(dead)
+                await dig(self._log, self.key.stream, {stream for _, stream, _ in dead})
             raise
         finally:
             self._settling = False
@@ -489,12 +498,3 @@ class Lane:
         lonely = self._alone[0].row if self._alone else None
         if not (self._dirty or self._dead or (lonely is not None and lonely.status == PROCESSING)):
             self._table.gate.leave(self)  # what it came to is on disk, so nobody will be blamed for it later
-
-    async def _dig(self, dead: list[tuple[Row, str, Draft]]) -> None:
-        """Make dead-letter streams that somebody deleted again; what was to be written is then tried again."""
-        known = {stream.name for stream in await self._log.streams()}
-        missing = {stream for _, stream, _ in dead} - known
-        if missing and self.key.stream in known:
-            for stream in missing:
-                await self._log.ensure_stream(stream)
-            raise StorageError(f"{missing} had to be made again")

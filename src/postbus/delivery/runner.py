@@ -33,6 +33,7 @@ logger = logging.getLogger("postbus.delivery")
 ERROR_CHARS_MAX = 2000
 DELAY_S_MAX = 10 * 365 * 86_400.0
 CANCEL_S = 5.0
+CRASHES_MIN = 2
 TURNS = 32
 
 
@@ -209,7 +210,7 @@ class Runner:
 
     async def _call(self, worker: _Worker, work: Work) -> Outcome:
         worker.work, worker.expired, worker.since_s = work, False, self._clock.monotonic_s()
-        work.started = True
+        work.started, work.since_s = True, worker.since_s
         if not self._calls.is_set():
             self._calls.set()
         event = msgspec.structs.replace(work.event, status=DeliveryStatus.PROCESSING, attempt=work.attempt)
@@ -266,8 +267,11 @@ class Runner:
         return Outcome(Verdict.DEAD, error, 0.0, self._bury(work.event, reason, work.attempt, error))
 
     def _crashed(self, work: Work) -> Outcome | None:
-        """Judge an event that was in flight when a process died: dead once it has used up its attempts."""
-        if work.attempt < self.settings.retry.max_attempts:
+        """Judge an event that was in flight when a process died: dead once it has used up its attempts.
+
+        Processes end for other reasons too, so that one end is never enough.
+        """
+        if work.attempt < max(self.settings.retry.max_attempts, CRASHES_MIN):
             return None
         return self._dead(work, "crash", f"the process ended {work.attempt} times while handling it")
 

@@ -33,6 +33,8 @@ __all__ = ["DeliveryTable", "LaneKey", "LaneState", "Row", "Settlement"]
 WAITING = "waiting"
 DONE, FAILED, PROCESSING = DeliveryStatus.DONE.value, DeliveryStatus.FAILED.value, DeliveryStatus.PROCESSING.value
 
+ACQUITTALS_MAX = 3
+
 LANE = "SELECT owner, token, boot, until_us, reach FROM lanes WHERE stream_id = ? AND consumer = ? AND partition = ?"
 TAKE_LANE = "INSERT OR REPLACE INTO lanes VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 # Keeps a lease that is still ours; changes nothing when somebody has taken it over.
@@ -58,18 +60,19 @@ SAVE_ROW = "INSERT OR REPLACE INTO delivery_rows VALUES (?, ?, ?, ?, ?, ?, ?, ?,
 KNOWN = """
     SELECT "offset" FROM delivery_rows WHERE stream_id = ? AND consumer = ? AND partition = ? AND "offset" >= ?
 """
-# What a dead process was trying one at a time. Exactly one: that one did it. Several: nobody knows which.
+# What a dead process was trying one at a time, the last that it began last.
 SUSPECTS = """
+    SELECT d.stream_id, d.partition, d."offset", d.consumer, d.alone
     FROM delivery_rows d JOIN lanes l USING (stream_id, consumer, partition)
-    WHERE l.owner = ? AND d.alone = 1 AND d.status = 'processing'
+    WHERE l.owner = ? AND d.alone > 0 AND d.status = 'processing' ORDER BY d.updated_at_us
 """
-COUNT_SUSPECTS = f"SELECT count(*) {SUSPECTS}"
-ACQUIT = f"""
-    UPDATE delivery_rows SET alone = 2 WHERE (stream_id, partition, "offset", consumer) IN
-    (SELECT d.stream_id, d.partition, d."offset", d.consumer {SUSPECTS})
-"""  # noqa: S608 - constants only
+# Acquit one and count it; below 0 until its lane is taken over, so that it is done once.
+ACQUIT = """
+    UPDATE delivery_rows SET alone = -alone - 1
+    WHERE stream_id = ? AND partition = ? AND "offset" = ? AND consumer = ?
+"""
 ACQUITTED = """
-    SELECT "offset" FROM delivery_rows WHERE stream_id = ? AND consumer = ? AND partition = ? AND alone = 2
+    SELECT "offset", -alone FROM delivery_rows WHERE stream_id = ? AND consumer = ? AND partition = ? AND alone < 0
 """
 LETTER = """
     SELECT dead_stream, dead_offset FROM delivery_rows
@@ -90,12 +93,15 @@ class LaneKey(NamedTuple):
 
 
 class Row(msgspec.Struct, kw_only=True):
-    """One event that is not simply done, for one subscription."""
+    """One event that is not simply done, for one subscription.
+
+    ``alone``: it was in flight when a process died and is tried with nothing beside it; one more for each acquittal.
+    """
 
     offset: int
     status: str = WAITING
     attempt: int = 0
-    alone: bool = False
+    alone: int = 0
     replays: int = 0
     key: str | None = None
     boot: str = ""
@@ -172,7 +178,7 @@ class DeliveryTable:
                     return None
                 token += 1
                 if owner is not None:
-                    if not _alive(owner):
+                    if not alive(owner):
                         _judge(tx, owner)
                     recovered = _recover(tx, key, _in_flight(tx, key, reach, match), blamed=False)
             following = _cursor(tx, key)
@@ -185,7 +191,7 @@ class DeliveryTable:
         return await self._log.transact(take)
 
     def _lives(self, owner: str, boot: str, until_us: int) -> bool:
-        return boot == self._clock.boot_id() and until_us > self._now() and _alive(owner)
+        return boot == self._clock.boot_id() and until_us > self._now() and alive(owner)
 
     async def release(self, key: LaneKey, token: int) -> None:
         """Give a lane back; what is still marked as running waits for the next owner. A lost lease is no error."""
@@ -207,7 +213,7 @@ class DeliveryTable:
             lanes: dict[str, list[tuple[LaneKey, _InFlight]]] = {}
             for stream_id, consumer, partition, owner, boot, reach in list(tx.db.execute(OWNED_LANES)):
                 name = names.get(stream_id, "")
-                if not name.startswith(f"{tenant}.") or (boot == self._clock.boot_id() and _alive(owner)):
+                if not name.startswith(f"{tenant}.") or (boot == self._clock.boot_id() and alive(owner)):
                     continue
                 key = LaneKey(consumer, name, partition)
                 lanes.setdefault(owner, []).append((key, _in_flight(tx, key, reach, match(consumer, name))))
@@ -245,7 +251,7 @@ class DeliveryTable:
             for row, stream, draft in settlement.dead:
                 receipt = _bury(tx, key, row, stream, draft)
                 receipts.append(receipt)
-                row.status, row.alone = FAILED, False
+                row.status, row.alone = FAILED, 0
                 row.dead_stream, row.dead_offset = receipt.stream, receipt.offset
                 _save(tx, key, stream_id, row)
             for row in settlement.rows:
@@ -289,24 +295,28 @@ def _in_flight(tx: Transaction, key: LaneKey, reach: int, match: Callable[[str],
 
 
 def _judge(tx: Transaction, owner: str) -> None:
-    """Acquit what a dead process was trying one at a time when those were several: any may have ended it."""
-    if tx.db.execute(COUNT_SUSPECTS, (owner,)).get > 1:
-        tx.db.execute(ACQUIT, (owner,))
+    """Of several that a dead process was trying, blame the one it began last: the others had run for a while.
+
+    A slow killer would be acquitted again and again in favour of whatever came after it, so that has an end.
+    """
+    for *where, alone in list(tx.db.execute(SUSPECTS, (owner,)))[:-1]:
+        if alone <= ACQUITTALS_MAX:
+            tx.db.execute(ACQUIT, where)
 
 
 def _recover(tx: Transaction, key: LaneKey, flight: _InFlight, *, blamed: bool) -> int:
     """Turn what a dead owner may have started into rows that are tried one at a time; return how many."""
     stream_id = tx.stream(key.stream).stream_id
-    acquitted = {offset for (offset,) in tx.db.execute(ACQUITTED, (stream_id, key.subscription, key.partition))}
+    acquitted = dict(tx.db.execute(ACQUITTED, (stream_id, key.subscription, key.partition)))
     for row in flight.running:
         if row.offset in acquitted or not (row.alone or blamed):
             row.attempt = max(
                 row.attempt - 1, 0
             )  # it failed that often before; this time it need not have been the one
-        row.status, row.alone = WAITING, True
+        row.status, row.alone = WAITING, acquitted.get(row.offset, max(row.alone, 1))
         _save(tx, key, stream_id, row)
     for offset, event_key in flight.found:
-        _save(tx, key, stream_id, Row(offset=offset, attempt=int(blamed), alone=True, key=event_key))
+        _save(tx, key, stream_id, Row(offset=offset, attempt=int(blamed), alone=1, key=event_key))
     if flight.end > _cursor(tx, key):
         tx.move(key.stream, key.subscription, committed, key.partition, flight.end - 1)
     return len(flight.found) + len(flight.running)
@@ -336,30 +346,40 @@ def _cursor(tx: Transaction, key: LaneKey) -> int:
 
 def _rows(db: apsw.Connection, where: tuple[int, str, int]) -> list[Row]:
     names = Row.__struct_fields__
-    found = [Row(**dict(zip(names, values, strict=True))) for values in db.execute(ROWS, where)]
-    for row in found:
-        row.alone = bool(row.alone)
-    return found
+    return [Row(**dict(zip(names, values, strict=True))) for values in db.execute(ROWS, where)]
 
 
 def _save(tx: Transaction, key: LaneKey, stream_id: int, row: Row) -> None:
     values: tuple[Any, ...] = (
-        stream_id, key.partition, row.offset, key.subscription, row.status, row.attempt, int(row.alone), row.replays,
+        stream_id, key.partition, row.offset, key.subscription, row.status, row.attempt, row.alone, row.replays,
         row.key, row.boot, row.due_us, row.due_at_us, row.error, row.dead_stream, row.dead_offset, tx.now_us,
     )  # fmt: skip
     tx.db.execute(SAVE_ROW, values)
 
 
-def _alive(owner: str) -> bool:
-    """Say whether the process that calls itself ``pid.start.random`` still runs on this machine."""
-    pid, _, rest = owner.partition(".")
+def alive(owner: str) -> bool:
+    """Say whether the process that calls itself ``pid.start.space.random`` may still run on this machine.
+
+    A pid means nothing in another container; of a process there only its lease tells.
+    """
+    pid, start, space = (*owner.split("."), "", "")[:3]
+    if space != _pid_space():
+        return space.isdigit()
     try:
         os.kill(int(pid), 0)
     except PermissionError:
         return True
     except (OSError, OverflowError, ValueError):
         return False
-    return started_at(int(pid)) in ("", rest.partition(".")[0])
+    return started_at(int(pid)) in ("", start)
+
+
+def _pid_space() -> str:
+    """Return the number of this process's pid namespace, or 0 where there are none."""
+    try:
+        return str(Path("/proc/self/ns/pid").stat().st_ino)
+    except OSError:
+        return "0"
 
 
 def started_at(pid: int) -> str:
@@ -376,4 +396,4 @@ def started_at(pid: int) -> str:
 
 def new_owner(clock: Clock) -> str:
     """Return a name for this process that nobody else ever has."""
-    return f"{os.getpid()}.{started_at(os.getpid())}.{clock.new_id()[:12]}"
+    return f"{os.getpid()}.{started_at(os.getpid())}.{_pid_space()}.{clock.new_id()[:12]}"

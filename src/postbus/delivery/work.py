@@ -34,6 +34,7 @@ class Work:
     """One event to be handled, its attempt, and its row if it has one.
 
     ``behind``: it waits for another event of its key. ``started``: its handler was called for this attempt.
+    ``since_s``: when that was, or when it became the first that is not over.
     """
 
     __slots__ = ("attempt", "behind", "event", "lane", "row", "since_s", "started")

@@ -309,7 +309,6 @@ class Writer:
             self._folder.release_reserve()
             self._full = True
             self._full_checked_s = time.monotonic()
-            self._empty_wal()
             smaller = self._without_growth(batch, loop)
             if spent and len(smaller) == len(batch):  # even the acknowledgements do not fit
                 return [(job, _full()) for job in batch]

@@ -41,7 +41,7 @@ CREATE TABLE delivery_rows (
     consumer      TEXT NOT NULL,
     status        TEXT NOT NULL,     -- waiting | processing | done | failed
     attempt       INTEGER NOT NULL,  -- how often the handler was started
-    alone         INTEGER NOT NULL,  -- was in flight when a process died: runs with nothing beside it
+    alone         INTEGER NOT NULL,  -- above 0: was in flight when a process died, runs with nothing beside it
     replays       INTEGER NOT NULL,
     key           TEXT,
     boot          TEXT NOT NULL,
