@@ -153,6 +153,7 @@ class Quota(apsw.VFS):
         self.name = name
         self.room = room
         self.reserve = 0
+        self.given_back = 0
         self.sizes: dict[str, int] = {}
         super().__init__(name, "")
 
@@ -174,6 +175,7 @@ class Quota(apsw.VFS):
         return self.reserve > 0
 
     def give_back(self) -> None:
+        self.given_back += self.reserve
         self.reserve = 0
 
 
@@ -233,12 +235,15 @@ async def test_an_acknowledgement_gets_the_reserve_when_it_is_the_first_to_find_
     quota.room = sum(quota.sizes.values()) + quota.reserve
     for offset in range(50):
         assert (await log.commit(JOURNAL, "reader", offset)).moved
-    assert log.store.writer.full
+    assert quota.given_back > 0
     await log.close()
     assert check_store(tmp_path).ok
 
 
-async def test_refused_appends_leave_their_neighbours_alone(tmp_path: Path, quota: Quota) -> None:
+async def test_refused_appends_leave_their_neighbours_alone(
+    tmp_path: Path, quota: Quota, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("postbus.store.folder.Folder.hold_reserve", lambda _: False)  # stays full, however slow this is
     acknowledged: list[int] = []
     log = SqliteLog.open(tmp_path, vfs=quota.name)
     await log.ensure_stream(JOURNAL)

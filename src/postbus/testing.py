@@ -30,6 +30,7 @@ START_US = 1_750_000_000_000_000
 SETTLE_S_MAX = 60.0
 STEP_S = 0.0005
 QUIET_STEPS = 3
+TURNS = 10
 
 
 class FakeClock(SystemClock):
@@ -165,6 +166,8 @@ class BusKit:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + SETTLE_S_MAX
         while loop.time() < deadline:
+            for _ in range(TURNS):  # one thing leads to another within the loop
+                await asyncio.sleep(0)
             await asyncio.sleep(STEP_S)
             now = self._picture()
             quiet = quiet + 1 if now == before and now is not None else 0

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import unquote
 
 from postbus.bus.binding import bind, name_of
 from postbus.bus.context import current, derivation
@@ -115,7 +116,7 @@ class EventBus:
         if path == "memory:":
             path = self._folder = tempfile.mkdtemp(prefix="postbus-", dir=_memory())
         elif path.startswith("sqlite://"):
-            path = path.removeprefix("sqlite://")
+            path = unquote(path.removeprefix("sqlite://"))
         elif "://" in path:
             raise Invalid(f"the bus cannot run on {path}", hint="use memory:, sqlite:///folder or a folder's path")
         log = await asyncio.to_thread(SqliteLog.open, path, clock=self.clock, durability=self._durability)
@@ -223,13 +224,9 @@ class EventBus:
         when it raises: ``Invalid`` for a bad argument, ``IdempotencyConflict``, ``LoopDetected``, ``StorageFull``,
         ``Backpressure``.
         """
-        log = self._log or await self.open()
         context = current.get()
         system_headers, limits = None, OWN
-        if context is None:
-            while self._placing:  # who subscribed before this call must not miss what it appends
-                await next(iter(self._placing.values())).wait()
-        else:
+        if context is not None:
             inherited, system_headers = derivation(context, self._max_hops)
             if correlation_id is None:
                 correlation_id, limits = inherited, INHERITED
@@ -248,6 +245,9 @@ class EventBus:
             system_headers=system_headers,
             limits=limits,
         )
+        log = self._log or await self.open()
+        while context is None and self._placing:  # who subscribed before this call must not miss what it appends
+            await next(iter(self._placing.values())).wait()
         stream = self.journal
         if topic.count(".") == STREAM_TOKENS - 1 and await log.has_stream(topic):
             stream = topic

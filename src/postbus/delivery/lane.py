@@ -387,7 +387,7 @@ class Lane:
         elif self._rows:
             rows = [work.row for work in self._rows.values() if work.row is not None and not work.behind]
             waits = [self._table.due_in_us(row) for row in rows if row.status == WAITING]
-            pause = min([pause, *(max(wait, 0) / 1e6 + 0.001 for wait in waits)])
+            pause = min([pause, *(max(wait, 0) / 1e6 for wait in waits)])
         if self._finished or self._full():
             pause = min(pause, LINGER_S)
         if self._fetched > self._cursor and not self._order:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from postbus.delivery.gate import Gate
-from postbus.log.cursors import committed
+from postbus.log.cursors import committed, no_consumer
 from postbus.model import DeliveryStatus, IdempotencyConflict, LeaseLost, Receipt
 
 if TYPE_CHECKING:
@@ -49,7 +49,11 @@ FREE_LANE = """
 FREE_DEAD = """
     UPDATE lanes SET owner = NULL, reach = 0, token = token + 1 WHERE stream_id = ? AND consumer = ? AND partition = ?
 """
-OWNED_LANES = "SELECT stream_id, consumer, partition, owner, boot, reach FROM lanes WHERE owner IS NOT NULL"
+# Lanes somebody holds; those of a consumer that was deleted meanwhile have no cursor and nothing to recover.
+OWNED_LANES = """
+    SELECT stream_id, consumer, partition, owner, boot, reach FROM lanes JOIN cursors USING (stream_id, consumer, partition)
+    WHERE owner IS NOT NULL
+"""
 ROWS = """
     SELECT "offset", status, attempt, alone, replays, key, boot, due_us, due_at_us, error, dead_stream, dead_offset
     FROM delivery_rows WHERE stream_id = ? AND consumer = ? AND partition = ? AND status IN ('waiting', 'processing')
@@ -341,7 +345,9 @@ def _bury(tx: Transaction, key: LaneKey, row: Row, stream: str, draft: Draft) ->
 def _cursor(tx: Transaction, key: LaneKey) -> int:
     query = "SELECT next_offset FROM cursors WHERE stream_id = ? AND consumer = ? AND partition = ?"
     found = tx.db.execute(query, (tx.stream(key.stream).stream_id, key.subscription, key.partition)).get
-    return 0 if found is None else int(found)
+    if found is None:
+        raise no_consumer(key.stream, key.subscription)
+    return int(found)
 
 
 def _rows(db: apsw.Connection, where: tuple[int, str, int]) -> list[Row]:

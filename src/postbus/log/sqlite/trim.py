@@ -32,6 +32,12 @@ FORGET_CORRELATIONS = """
         SELECT correlation_id, seq FROM events
         WHERE stream_id = ? AND partition = ? AND "offset" < ? AND correlation_id IS NOT NULL)
 """
+# The first event below an offset that some subscription has read but not settled.
+UNSETTLED = """
+    SELECT "offset", consumer FROM delivery_rows
+    WHERE stream_id = ? AND partition = ? AND "offset" < ? AND status IN ('waiting', 'processing')
+    ORDER BY "offset" LIMIT 1
+"""
 REMOVE = 'DELETE FROM events WHERE stream_id = ? AND partition = ? AND "offset" < ?'
 # The numbers of the last rows are given out again once they are gone, so no projection may claim to reach beyond them.
 REWIND_PROJECTIONS = (
@@ -77,6 +83,9 @@ class Trimmer:
         removed = 0
         for number, target in targets.items():
             floor, names = held_back(readers, number, target)
+            waiting = db.execute(UNSETTLED, (kept.stream_id, number, floor)).fetchone()
+            if waiting is not None:
+                floor, names = waiting[0], [*names, waiting[1]]
             if settings.retention_beats_consumers:
                 floor, names = target, []
             holders.update(names)
