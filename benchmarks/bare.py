@@ -77,8 +77,7 @@ class BareEvents(BareBatches):
         migrate(self._db)
         head, now_us, width = Head(0, 0, bytes(32), 0, None), 1_700_000_000_000_000, len(INSERT_COLUMNS)
         values: list[Any] = []
-        for draft in DRAFTS:
-            head.take(draft, now_us, 1, values)
+        head.take(DRAFTS, now_us, 1, values, [])
         self._rows = [tuple(values[start + 3 : start + width]) for start in range(0, len(values), width)]
         until_steady(folder / "bare.db-wal", self._write, self._options.warm_bytes)
 

@@ -203,11 +203,13 @@ class HueyHandling(PeerHandling):
         lock = threading.Lock()
 
         def publisher(number: int) -> None:
-            while not over():
+            while True:
                 with lock:
                     payload = self.payload()
                 self._task(payload)
                 counts[number] += 1
+                if over():
+                    return
 
         threads = [threading.Thread(target=publisher, args=(number,)) for number in range(PUBLISHERS)]
         for thread in threads:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from postbus import Event, RetryPolicy, StorageFull
+from postbus import Event, RetryPolicy, StorageFull, StreamSettings
 from postbus.delivery import DeliveryTable, LaneKey, Settlement
 from postbus.delivery.gate import PATIENCE_S, Gate
 from postbus.delivery.table import started_at
@@ -274,16 +274,33 @@ async def test_a_full_disk_does_not_stop_events_that_are_to_be_tried_alone(monke
     assert got.attempts == [1, 1, 1]
 
 
-async def test_an_event_that_retention_removed_while_it_waited_is_said_to_have_failed() -> None:
+async def test_retention_waits_for_what_waits_for_a_retry() -> None:
     got = Recorder(fails(1))
     async with BusKit() as kit:
-        kit.bus.subscribe("a", got, "reader", retry=RetryPolicy(backoff_s=100))
+        kit.bus.subscribe("a", got, "reader", retry=RetryPolicy(backoff_s=100, jitter=0))
         await kit.publish("a", 1)
-        await kit.publish("a", 2)
         await kit.settle()
         await kit.stop()
         log = await kit.bus.open()
-        await log.trim(kit.bus.journal, before=2)
+        trimmed = await log.trim(kit.bus.journal, before=1)
+        assert (trimmed.removed, trimmed.held_back_by) == (0, ("_dispatch", "reader"))
+        await kit.start()
+        await kit.advance(101)
+    assert got.attempts == [1, 2]
+
+
+async def test_an_event_that_retention_removed_while_it_waited_is_said_to_have_failed() -> None:
+    got = Recorder(fails(1))
+    async with BusKit() as kit:
+        name = "local.default.short"
+        await kit.bus.ensure_stream(name, StreamSettings(retention_beats_consumers=True))
+        kit.bus.subscribe(name, got, "reader", retry=RetryPolicy(backoff_s=100))
+        await kit.publish(name, 1)
+        await kit.publish(name, 2)
+        await kit.settle()
+        await kit.stop()
+        log = await kit.bus.open()
+        await log.trim(name, before=2)
         await kit.start()
         await kit.advance(5)
         rows = await kit.query('SELECT "offset", status, error FROM deliveries')

@@ -314,7 +314,8 @@ async def test_an_item_that_raises_undoes_only_itself(log: SqliteLog) -> None:
     work = [log.store.write(half), log.append(JOURNAL, [fact(1)]), log.store.write(wrong), log.store.write(whole)]
     outcomes = await asyncio.gather(*work, return_exceptions=True)
     assert isinstance(outcomes[0], ZeroDivisionError)
-    assert isinstance(outcomes[2], apsw.SQLError)
+    assert isinstance(outcomes[2], StorageError)
+    assert isinstance(outcomes[2].__cause__, apsw.SQLError)
     assert outcomes[3] == "done"
     names = await log.store.read(lambda db: [name for (name,) in db.execute("SELECT name FROM store_facts")])
     assert set(names) & {"half", "wrong", "whole"} == {"whole"}

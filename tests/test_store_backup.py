@@ -167,3 +167,15 @@ async def test_a_backup_of_an_open_store_does_not_disturb_it(tmp_path: Path) -> 
     await log.close()
     assert check_store(tmp_path / "store").ok
     assert check_store(tmp_path / "copy").ok
+
+
+async def test_a_shortened_store_is_not_backed_up_as_if_it_were_whole(tmp_path: Path) -> None:
+    async with opened(tmp_path / "store") as log:
+        await log.append(JOURNAL, facts(2))
+    before = (tmp_path / "store" / "postbus.db").read_bytes()
+    async with opened(tmp_path / "store") as log:
+        await log.append(JOURNAL, facts(1))
+    (tmp_path / "store" / "postbus.db").write_bytes(before)
+    with pytest.raises(CorruptLog, match="shortened"):
+        backup(tmp_path / "store", tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()

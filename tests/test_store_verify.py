@@ -300,7 +300,10 @@ def test_an_anchor_that_lags_is_fine(store: Path) -> None:
 # --- start-up ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["payload", "cut off", "text that is no text", "changes undone", "stream gone"])
+BESIDE = ["changes undone", "stream gone", "cursor", "reader", "stream", "partition", "layout", "index gone"]
+
+
+@pytest.mark.parametrize("name", ["payload", "cut off", "text that is no text", *BESIDE])
 def test_start_up_refuses_what_was_altered_or_shortened_at_its_end(store: Path, name: str) -> None:
     statement, _ = DAMAGE[name]
     for middle in ("77", "90"):

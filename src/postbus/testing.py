@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
+    from postbus.delivery import Runner
     from postbus.delivery.dead import DeadEntry
     from postbus.model import Event, Receipt
 
@@ -130,13 +131,18 @@ class BusKit:
         await self.bus.__aenter__()
 
     async def stop(self) -> None:
-        """Stop the bus; time passes until it has stopped."""
+        """Stop the bus; while a handler still runs time passes, until its grace is over."""
+        runners = self._runners()
         stopping = asyncio.get_running_loop().create_task(self.bus.stop())
         while not stopping.done():
             await asyncio.wait([stopping], timeout=0.01)
-            if not stopping.done():
+            if any(runner.running for runner in runners) or self.bus._leaving:  # noqa: SLF001 - the kit is part of the bus
                 self.clock.advance(1.0)
         await stopping
+
+    def _runners(self) -> list[Runner]:
+        subscribers = self.bus._subscribers.values()  # noqa: SLF001 - as above
+        return [subscriber._runner for subscriber in subscribers if subscriber._runner is not None]  # noqa: SLF001 - as above
 
     async def crash(self) -> None:
         """End as a killed process does: nothing that runs is finished, nothing is given back.
@@ -145,8 +151,7 @@ class BusKit:
         """
         bus = self.bus
         log = await bus.open()
-        runners = [s._runner for s in bus._subscribers.values() if s._runner is not None]  # noqa: SLF001 - the kit is part of the bus
-        tasks = [*bus._tasks, *bus._replies._tasks, *(task for runner in runners for task in runner.tasks())]  # noqa: SLF001 - as above
+        tasks = [*bus._tasks, *bus._replies._tasks, *(task for runner in self._runners() for task in runner.tasks())]  # noqa: SLF001 - as above
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,11 +16,12 @@ from typing import Any, Self
 from postbus.store import Folder
 from postbus.store.database import connect
 from tests.faults.bus_nursery import LEASE_S, store_of
+from tests.faults.campaign import FULL
 from tests.faults.scene import run_python
 
 __all__ = ["PATIENCE_S", "Said", "Town", "query", "unfinished"]
 
-PATIENCE_S = 90.0
+PATIENCE_S = 400.0 if FULL else 90.0
 
 # What is left to do: events above cursors, and rows that wait or run.
 LAGS = """

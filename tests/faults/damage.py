@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from postbus.log.sqlite import SqliteLog
-from postbus.model import Event, StorageError
+from postbus.model import Event, PostbusError, Start, StartPolicy, StorageError
 from postbus.store.backup import check_store
-from tests.faults.scene import JOURNAL, dump, fact
+from tests.faults.scene import AGAIN, JOURNAL, WIDE, dump, every_event, fact
 
 __all__ = ["Damage", "Held", "copy", "held", "judge", "throw"]
 
@@ -92,9 +94,12 @@ async def judge(folder: Path, whole: Held) -> str:
 
     Anything else fails: an error that is not typed, or a store that says it is well and holds something else.
     """
-    noticed = _noticed(lambda: check_store(folder).ok) or await _refused(folder)
-    if noticed:
-        return noticed
+    noticed = _noticed(lambda: check_store(folder).ok)
+    refused = await _refused(folder)
+    if noticed and not refused:
+        await _use(folder)
+    if noticed or refused:
+        return noticed or refused
     found = await held(folder)
     for name, rows in whole.rows.items():
         assert found.rows[name] == rows, f"{name} changed and nobody noticed"
@@ -112,6 +117,27 @@ def _noticed(check: Callable[[], bool]) -> str:
         return "" if check() else "verify"
     except StorageError:
         return "verify"
+
+
+async def _use(folder: Path) -> None:
+    """Use a damaged store that opens; whatever it meets is reported as a typed error."""
+    log = SqliteLog.open(folder)
+    uses: list[Awaitable[object]] = []
+    for stream in (JOURNAL, WIDE, AGAIN):
+        uses += [
+            every_event(log, stream),
+            log.append(stream, [fact(number, native_id=f"id-{number}", variant="0") for number in range(100)]),
+            log.append(stream, [fact("new")]),
+            log.get_stream_stats(stream),
+            log.ensure_consumer(stream, "new", Start(policy=StartPolicy.AT_TIME, time_us=1_700_000_900_000_000)),
+            log.read(stream, "reader"),
+            log.commit(stream, "reader", 70),
+            log.trim(stream, before=40),
+        ]
+    uses += [log.projections.by_topic(">", 10_000), log.projections.catch_up(), log.consumers(), log.close()]
+    for use in uses:
+        with contextlib.suppress(PostbusError):
+            await asyncio.wait_for(use, 60)
 
 
 async def _refused(folder: Path) -> str:

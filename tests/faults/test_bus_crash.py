@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from postbus.bus import EventBus
-from postbus.model import Event
+from postbus.model import Event, RetryPolicy
+from postbus.testing import BusKit
 from tests.faults.bus_campaign import PATIENCE_S, Town, query, unfinished
 from tests.faults.bus_judge import judge
 from tests.faults.bus_nursery import BOMB, HASTY, Diary, store_of
@@ -182,3 +183,58 @@ def test_a_process_that_nobody_buried_is_dead_all_the_same(ground: Path) -> None
         while " Z " not in Path(f"/proc/{process.pid}/stat").read_text("ascii"):
             time.sleep(0.01)
         asyncio.run(handles_within(ground / "town", LEASE_S / 3))
+
+
+# --- what the campaigns found, by itself ------------------------------------------------------------------------------
+
+
+async def hang_forever(_event: Event) -> None:
+    await asyncio.Event().wait()
+
+
+async def test_an_event_that_waited_behind_one_in_flight_at_a_crash_does_not_overtake_it() -> None:
+    handled: list[int] = []
+
+    async def first_hangs(event: Event) -> None:
+        if event.payload == 0:
+            await asyncio.Event().wait()
+
+    async def handle(event: Event) -> None:
+        handled.append(event.payload)
+
+    async with BusKit() as kit:
+        kit.bus.subscribe("a", first_hangs, "reader")
+        for number in range(6):
+            await kit.publish("a", number, key="k" if number % 2 == 0 else None)
+        await kit.advance(1.0)  # long enough for rows: 0 runs, 2 and 4 wait behind it, what has no key is done
+        statuses = await kit.query('SELECT "offset", status FROM deliveries WHERE status <> \'done\' ORDER BY "offset"')
+        assert statuses[:2] == [(0, "processing"), (2, "waiting")]
+        await kit.crash()
+        kit.bus.subscribe("a", handle, "reader")
+        await kit.start()
+        await kit.advance(5.0)
+    assert [number for number in dict.fromkeys(handled) if number % 2 == 0] == [0, 2, 4]
+
+
+async def test_an_event_cut_off_by_a_clean_stop_has_not_ended_the_process() -> None:
+    attempts: list[int] = []
+
+    async def handle(event: Event) -> None:
+        attempts.append(event.attempt)
+
+    retry = RetryPolicy(max_attempts=2)
+    async with BusKit(stop_grace_s=0) as kit:
+        kit.bus.subscribe("a", hang_forever, "reader", retry=retry)
+        await kit.publish("a", 1)
+        await kit.settle()
+        await kit.crash()
+        kit.bus.subscribe("a", hang_forever, "reader", retry=retry)
+        await kit.start()
+        await kit.settle()
+        await kit.stop()
+        kit.bus.unsubscribe("a", "reader")
+        kit.bus.subscribe("a", handle, "reader", retry=retry)
+        await kit.start()
+        await kit.settle()
+        assert await kit.dead() == []
+    assert attempts == [3]

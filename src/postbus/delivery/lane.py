@@ -456,7 +456,7 @@ class Lane:
             self._give_row(self._open[offset])
         for offset, work in self._rows.items():
             if work.row is not None and work.row.status == PROCESSING:
-                work.row.status = WAITING
+                work.row.status, work.row.alone = WAITING, 0  # no process died of it
                 work.row.attempt -= not work.started
                 self._dirty[offset] = work.row
 

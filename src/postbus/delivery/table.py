@@ -51,8 +51,8 @@ FREE_DEAD = """
 """
 # Lanes somebody holds; those of a consumer that was deleted meanwhile have no cursor and nothing to recover.
 OWNED_LANES = """
-    SELECT stream_id, consumer, partition, owner, boot, reach FROM lanes JOIN cursors USING (stream_id, consumer, partition)
-    WHERE owner IS NOT NULL
+    SELECT stream_id, consumer, partition, owner, boot, reach
+    FROM lanes JOIN cursors USING (stream_id, consumer, partition) WHERE owner IS NOT NULL
 """
 ROWS = """
     SELECT "offset", status, attempt, alone, replays, key, boot, due_us, due_at_us, error, dead_stream, dead_offset

@@ -61,7 +61,7 @@ class Anchor:
 
         Raises ``CorruptLog`` when it is missing, damaged or foreign.
         """
-        flags = os.O_RDWR | (os.O_CREAT if create else 0)
+        flags = os.O_RDONLY if any_store else os.O_RDWR | (os.O_CREAT if create else 0)
         try:
             self._handle = os.open(self._path, flags, 0o600)
         except FileNotFoundError as error:

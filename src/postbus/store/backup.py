@@ -10,9 +10,10 @@ import apsw
 
 from postbus.model import Conflict, CorruptLog, NotFound
 from postbus.store.anchor import Anchor, Anchored, Mark
-from postbus.store.database import connect, refusal
+from postbus.store.database import connect
 from postbus.store.folder import Folder
-from postbus.store.verify import Problem, Report, verify
+from postbus.store.refusals import refusal
+from postbus.store.verify import Problem, Report, check_heads, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +38,8 @@ def backup(
 ) -> None:
     """Copy a store to a new folder while others go on using it; the copy is one consistent moment.
 
-    Raises ``NotFound`` when there is no store, ``Conflict`` when the target holds one. A failed copy is removed.
+    Raises ``NotFound`` when there is no store, ``Conflict`` when the target holds one,
+    ``CorruptLog`` when the store is altered or shorter than it was. A failed copy is removed.
     """
     have, want = Folder(source), Folder(target)
     _check_folders(have, want)
@@ -71,7 +73,7 @@ def restore(
         message = f"the backup in {source} is damaged: {first.what}"
         hint = "use an older backup, or copy what is intact with `postbus salvage`"
         raise CorruptLog(message, stream=first.stream, partition=first.partition, offset=first.offset, hint=hint)
-    backup(source, target)
+    backup(source, target, progress)
     return report
 
 
@@ -145,11 +147,13 @@ def _check_folders(have: Folder, want: Folder) -> None:
 
 
 def _copy(have: Folder, want: Folder, progress: Callable[[int, int], None]) -> None:
+    anchored = read_anchor(have)  # before the snapshot, so that nothing in it is newer than what is copied
     source = connect(have, write=False)
     copy = apsw.Connection(str(want.database))
     try:
         # One read transaction over all steps: without it SQLite would start over whenever somebody commits in between.
         source.execute("BEGIN; SELECT count(*) FROM sqlite_schema")
+        check_heads(source, anchored)
         with copy.backup("main", source, "main") as job:
             while not job.done:
                 job.step(PAGES_A_STEP)

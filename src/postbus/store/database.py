@@ -20,19 +20,18 @@ import apsw
 from postbus.clock import Clock, SystemClock
 from postbus.model import (
     Backpressure,
-    CorruptLog,
     Durability,
     NotFound,
     StorageError,
     StorageFull,
-    StoreBusy,
 )
 from postbus.store.anchor import Anchor, Mark
 from postbus.store.folder import Folder
 from postbus.store.migrations import migrate
+from postbus.store.refusals import MISREAD, refusal
 from postbus.store.upkeep import Upkeep
 from postbus.store.verify import check_heads
-from postbus.store.writer import Call, Door, Writer, no_room
+from postbus.store.writer import Call, Door, Writer
 
 if TYPE_CHECKING:
     import os
@@ -89,26 +88,6 @@ def _use_wal(db: apsw.Connection) -> None:
             return
 
 
-def refusal(folder: Folder, error: Exception, what: str) -> StorageError:
-    """Return the typed error for one that SQLite raised; ``what`` says what the store then could not do."""
-    message = f"the store in {folder.path} {what}: {error}"
-    if isinstance(error, (apsw.NotADBError, apsw.CorruptError, UnicodeDecodeError)):
-        return unreadable(folder, error)
-    if isinstance(error, apsw.BusyError):
-        return StoreBusy(message, hint="another process holds its lock; try again")
-    if no_room(error):
-        return StorageFull(message, hint="free some space")
-    return StorageError(message, hint="check the folder's owner, mode, disk and free space")
-
-
-def unreadable(folder: Folder, error: BaseException) -> CorruptLog:
-    """Return the refusal for a database SQLite itself cannot read."""
-    return CorruptLog(
-        f"the database in {folder.path} is damaged: {error}",
-        hint="restore a backup with `postbus restore`, or copy what is intact with `postbus salvage`",
-    )
-
-
 class Store:
     """An open store. Make one with ``Store.open``; several processes may have one folder open."""
 
@@ -161,7 +140,7 @@ class Store:
             store._start()
         except BaseException as error:
             store._let_go()
-            if isinstance(error, (apsw.Error, OSError, UnicodeDecodeError)):
+            if isinstance(error, (apsw.Error, OSError, *MISREAD)):
                 raise refusal(folder, error, "cannot be opened") from error
             raise
         return store
@@ -173,7 +152,7 @@ class Store:
         empty = not self._db.execute("SELECT EXISTS (SELECT 1 FROM partitions)").get
         self.anchor.open(create=empty)
         with self._db:  # one snapshot: others may write meanwhile
-            check_heads(self._db, self.anchor)
+            check_heads(self._db, self.anchor.state())
         self.folder.hold_reserve()
         self.writer = Writer(self._db, self.folder, self._count)
         self._upkeep = Upkeep(connect(self.folder, durability=self.durability, vfs=self._vfs), self.anchor, self.writer)
@@ -249,7 +228,7 @@ class Store:
             finally:
                 if db.in_transaction:  # SQLite ends it by itself on some errors
                     db.execute("COMMIT")
-        except (apsw.Error, UnicodeDecodeError) as error:
+        except (apsw.Error, *MISREAD) as error:
             raise refusal(self.folder, error, "could not be read") from error
 
     # --- ending ---

@@ -20,10 +20,11 @@ from postbus.clock import SystemClock
 from postbus.model import Conflict, CorruptLog, NotFound, StorageError, StreamSettings
 from postbus.store import records
 from postbus.store.backup import read_anchor, write_anchor
-from postbus.store.database import PAGE_BYTES, connect, refusal
+from postbus.store.database import PAGE_BYTES, connect
 from postbus.store.folder import Folder
 from postbus.store.migrations import migrate
 from postbus.store.pages import page_images, rows
+from postbus.store.refusals import refusal
 from postbus.store.verify import UNREADABLE, sealed_tables
 
 if TYPE_CHECKING:

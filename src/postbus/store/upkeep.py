@@ -52,13 +52,15 @@ class Upkeep:
         self._thread.join()
 
     def _main(self) -> None:
+        synced_s = 0.0
         while not self._stopping:
-            woken = self._wake.wait(TICK_S)
+            self._wake.wait(TICK_S)
             self._wake.clear()
             try:
                 if self._pages >= self._due_pages:
                     self._checkpoint()
-                if not woken:
+                if time.monotonic() - synced_s >= TICK_S:  # not after every checkpoint, and not never under load
+                    synced_s = time.monotonic()
                     self._anchor.sync()
             except apsw.BusyError:
                 continue

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import apsw
 
-from postbus.store.database import connect, refusal
+from postbus.store.database import connect
 from postbus.store.folder import Folder
+from postbus.store.refusals import refusal
 
 if TYPE_CHECKING:
     import os

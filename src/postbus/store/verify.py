@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import apsw
@@ -17,16 +19,17 @@ from postbus.store import records
 from postbus.store.migrations import latest_version, scripts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from postbus.store.anchor import Anchor, Anchored, Mark
+    from postbus.store.anchor import Anchored, Mark
 
 __all__ = ["Problem", "Report", "check_heads", "sealed_tables", "verify"]
 
 RECENT = 32
 
 # What reading a damaged row raises: SQLite's errors, text that is no UTF-8, and values of another type than was stored.
-UNREADABLE = (apsw.Error, ArithmeticError, LookupError, TypeError, ValueError, msgspec.MsgspecError)
+MISREADINGS = (ArithmeticError, LookupError, TypeError, ValueError, msgspec.MsgspecError)
+UNREADABLE = (apsw.Error, *MISREADINGS)
 HINT = (
     "run `postbus verify` for the first bad offset; then restore a backup with `postbus restore`, "
     "or copy every intact event with `postbus salvage`"
@@ -86,6 +89,10 @@ MISSING = {
 }
 
 
+# Everything that has a definition.
+LAYOUT = "SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY type, name"
+
+
 class Problem(msgspec.Struct, frozen=True):
     """One thing that is wrong; for an event, where."""
 
@@ -111,12 +118,16 @@ class Report(msgspec.Struct):
 # --- at start-up ------------------------------------------------------------------------------------------------------
 
 
-def check_heads(db: apsw.Connection, anchor: Anchor) -> None:
-    """Raise ``CorruptLog`` when a partition is shorter than its anchor or its end is altered."""
-    anchored = anchor.state()
+def check_heads(db: apsw.Connection, anchored: Anchored) -> None:
+    """Raise ``CorruptLog`` for another layout, for altered rows beside the log, and for a log that ends otherwise.
+
+    The anchor must have been read before ``db`` began reading.
+    """
+    small = [table for table in SEALED if table != "identities"]
     try:
-        problem = next(head_problems(db, anchored), None)
-    except UNREADABLE as error:
+        looks = itertools.chain(_layout_problems(db), _seal_problems(db, small), head_problems(db, anchored))
+        problem = next(looks, None)
+    except MISREADINGS as error:
         problem = Problem(f"its end cannot be read: {error}")
     if problem is not None:
         place = f"{problem.stream} partition {problem.partition}: " if problem.stream else ""
@@ -201,8 +212,8 @@ def verify(
     report = Report()
     steps = (
         _check_pages,
-        _check_layout,
-        _check_seals,
+        lambda db, report: report.problems.extend(_layout_problems(db)),
+        lambda db, report: report.problems.extend(_seal_problems(db, SEALED)),
         lambda db, report: _check_events(db, report, progress),
         _check_projections,
     )
@@ -226,18 +237,23 @@ def _check_pages(db: apsw.Connection, report: Report) -> None:
             report.problems.append(Problem(f"SQLite's own check says: {line}"))
 
 
-def _check_layout(db: apsw.Connection, report: Report) -> None:
+def _layout_problems(db: apsw.Connection) -> Iterator[Problem]:
     version = int(db.pragma("user_version"))
     if version != latest_version():
-        report.problems.append(Problem(f"layout version {version}, expected {latest_version()}"))
+        yield Problem(f"layout version {version}, expected {latest_version()}")
+    have = list(db.execute(LAYOUT))
+    for entry in _layout():
+        if entry not in have:
+            yield Problem(f"the {entry[0]} {entry[1]} is not as it was made")
+
+
+@cache
+def _layout() -> list[Any]:
+    """Return the layout that the scripts make."""
     fresh = apsw.Connection(":memory:")
     for _, script in scripts():
         fresh.execute(script)
-    query = "SELECT type, name, tbl_name, sql FROM sqlite_schema ORDER BY type, name"
-    want, have = list(fresh.execute(query)), list(db.execute(query))
-    for entry in want:
-        if entry not in have:
-            report.problems.append(Problem(f"the {entry[0]} {entry[1]} is not as it was made"))
+    return list(fresh.execute(LAYOUT))
 
 
 def sealed_tables() -> dict[str, str]:
@@ -245,14 +261,14 @@ def sealed_tables() -> dict[str, str]:
     return dict(SEALED)
 
 
-def _check_seals(db: apsw.Connection, report: Report) -> None:
-    for table, query in SEALED.items():
+def _seal_problems(db: apsw.Connection, tables: Iterable[str]) -> Iterator[Problem]:
+    for table in tables:
         try:
-            for *facts, sealed in db.execute(query):
+            for *facts, sealed in db.execute(SEALED[table]):
                 if not _holds(facts, sealed):
-                    report.problems.append(Problem(f"a row of {table} is altered: {_shown(facts)}"))
-        except UNREADABLE as error:
-            report.problems.append(Problem(f"a row of {table} cannot be read: {error}"))
+                    yield Problem(f"a row of {table} is altered: {_shown(facts)}")
+        except (apsw.CorruptError, *MISREADINGS) as error:
+            yield Problem(f"a row of {table} cannot be read: {error}")
 
 
 def _holds(facts: list[Any], sealed: object) -> bool:

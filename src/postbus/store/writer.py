@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import apsw
 
 from postbus.model import StorageError, StorageFailed, StorageFull, StoreBusy
+from postbus.store.refusals import MISREAD, no_room, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from postbus.store.folder import Folder
 
-__all__ = ["Call", "Door", "Writer", "no_room"]
+__all__ = ["Call", "Door", "Writer"]
 
 INLINE_S_MAX = 0.001
 INLINE_WEIGHT_MAX = 256
@@ -318,6 +319,8 @@ class Writer:
             self._refuse_batch(batch, error, loop)
             return []
         if len(batch) == 1:
+            if isinstance(error, (apsw.Error, *MISREAD)):
+                return [(batch[0], _because(refusal(self._folder, error, "could not do that"), error))]
             return [(batch[0], error)]
         settled: list[Any] = []
         for job in batch:  # one of them is at fault; the others must not pay for it
@@ -400,11 +403,9 @@ def _tell_all(pairs: list[tuple[Any, Any]]) -> None:
         _tell(job[2], outcome)
 
 
-def no_room(error: Exception) -> bool:
-    """Say whether the disk is full; SQLite reports a WAL index that cannot grow in another way than a file."""
-    return isinstance(error, apsw.FullError) or (
-        isinstance(error, apsw.IOError) and getattr(error, "extendedresult", 0) == apsw.SQLITE_IOERR_SHMSIZE
-    )
+def _because(refused: StorageError, error: Exception) -> StorageError:
+    refused.__cause__ = error
+    return refused
 
 
 def _full() -> StorageFull:
