@@ -108,6 +108,8 @@ class BusKit:
         self._folder = None if path is not None else tempfile.mkdtemp(prefix="postbus-kit-", dir=_memory())
         self._path = path if path is not None else self._folder
         self._settings = settings
+        self._watched: object = None
+        self._reads = 0
         self.bus = self._make()
 
     def _make(self) -> EventBus:
@@ -228,15 +230,32 @@ class BusKit:
         log = await self.bus.open()
         return await log.store.read(lambda db: list(db.execute(statement, values)))
 
+    def _watch_reads(self, log: Any) -> None:
+        """Count the reads that are on their way from now on."""
+        self._watched, self._reads = log, 0
+        read = log.store.read
+
+        async def counted(call: Callable[[Any], Any]) -> Any:
+            self._reads += 1
+            try:
+                return await read(call)
+            finally:
+                self._reads -= 1
+
+        log.store.read = counted
+
     def _picture(self) -> object:
         """Return what a resting bus looks like; None while it is at work."""
         bus = self.bus
         log, subscribers = bus._log, bus._subscribers.values()  # noqa: SLF001 - the kit is part of the bus
         if log is None:
             return ()
-        writer, pool = log.store.writer, log.store._pool  # noqa: SLF001 - as above
-        reading = pool._idle_semaphore._value < len(pool._threads)  # noqa: SLF001 - as above
-        if reading or writer._queue or writer._lock.locked() or (bus._running and any(s.busy for s in subscribers)):  # noqa: SLF001 - as above
+        if log is not self._watched:
+            self._watch_reads(log)
+        writer = log.store.writer
+        if self._reads or writer._queue or writer._lock.locked():  # noqa: SLF001 - as above
+            return None
+        if bus._running and any(subscriber.busy for subscriber in subscribers):  # noqa: SLF001 - as above
             return None
         return [tuple(s.counts.values()) for s in subscribers], log.known_heads()
 
