@@ -11,7 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from postbus import Context, Event, EventBus, IdempotencyConflict, Invalid, PostbusError, Start, StartPolicy
+from postbus import (
+    Backpressure,
+    Context,
+    Event,
+    EventBus,
+    IdempotencyConflict,
+    Invalid,
+    PostbusError,
+    Start,
+    StartPolicy,
+)
 from postbus.log import SqliteLog
 from postbus.model import DeliveryStatus, Durability, OffsetOutOfRange
 from postbus.testing import BusKit
@@ -81,6 +91,19 @@ async def test_publish_never_calls_a_handler_and_never_waits_for_one() -> None:
         assert len(gate.started) == 1
         assert callers[0] is not asyncio.current_task()
         gate.open.set()
+
+
+async def test_a_crowded_store_refuses_after_half_a_second_and_appends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus = EventBus(tmp_path)
+    await bus.publish("a", "test", 1)
+    with monkeypatch.context() as crowd:
+        crowd.setattr("postbus.store.writer.QUEUE_MAX", 0)
+        with pytest.raises(Backpressure):
+            await bus.publish("a", "test", 2)
+    assert (await bus.publish("a", "test", 3)).offset == 1
+    await bus.stop()
 
 
 async def test_publishing_works_before_start_and_after_stop(tmp_path: Path) -> None:
@@ -269,6 +292,26 @@ async def test_a_handler_that_will_not_be_cancelled_does_not_hold_up_stop_for_ev
         await kit.settle()
         await asyncio.wait_for(kit.stop(), WELL_BELOW_POLL_S)
         over.set()
+
+
+async def test_a_handler_stops_its_bus_beside_itself_not_within() -> None:
+    refused: list[str] = []
+    stopping: list[asyncio.Task[None]] = []
+    async with BusKit() as kit:
+
+        async def handle(_event: Event) -> None:
+            try:
+                await kit.bus.stop()
+            except Invalid as error:
+                refused.append(error.message)
+            stopping.append(asyncio.create_task(kit.bus.stop()))
+
+        kit.bus.subscribe("shutdown", handle, "reader")
+        await kit.publish("shutdown", 1)
+        await eventually(lambda: stopping)
+        await stopping[0]
+        assert [row[5] for row in await kit.journal()] == ["done"]
+    assert refused == ["a handler cannot wait for its own bus to stop"]
 
 
 async def test_start_and_stop_may_be_called_again() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import apsw
@@ -104,7 +103,7 @@ async def test_a_stream_registered_by_somebody_else_is_noticed(tmp_path: Path) -
     got = Recorder()
     async with EventBus(tmp_path) as reading, EventBus(tmp_path) as writing:
         reading.subscribe("local.default.*", got, "reader", start="latest")
-        await asyncio.sleep(0.1)
+        await eventually(lambda: reading._subscribers["reader"].placed)
         await writing.ensure_stream("local.default.orders")
         await writing.publish("local.default.orders", "test", 1)
         await eventually(lambda: got.events)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ from tests.faults.scene import ROOT, children, run_python
 KILLS = 120 if FULL else 20
 HARMLESS = 50
 LEASE_S = 30.0
+OWNED = "SELECT count(*), min(owner), max(token) FROM lanes WHERE owner IS NOT NULL"
 APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
 
 pytestmark = [pytest.mark.xdist_group("bus crash"), pytest.mark.slow]
@@ -139,6 +141,20 @@ def test_an_event_that_hangs_holds_up_only_its_key_even_beside_one_that_kills(gr
 # --- who is dead ------------------------------------------------------------------------------------------------------
 
 
+def owned_lanes(process: subprocess.Popen[str], folder: Path) -> list[tuple[Any, ...]]:
+    """Wait until a process has taken its three lanes and return what is known of them."""
+    assert process.stdout is not None
+    while line := process.stdout.readline():
+        if line.startswith("open"):
+            break
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := query(folder, OWNED))[0][0] != 3:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, "it ended before it began"
+        time.sleep(0.02)
+    return found
+
+
 async def handles_within(folder: Path, seconds: float) -> None:
     """Publish an event on a bus of this process and wait until it is handled here."""
     bus = EventBus(store_of(folder))
@@ -158,27 +174,18 @@ def test_a_process_in_another_container_keeps_its_work_until_its_lease_is_over(g
     if not shutil.which("unshare") or subprocess.run(APART, check=False, capture_output=True).returncode:
         pytest.skip("this needs the right to make pid namespaces")
     (ground / "town").mkdir()
-    owned = "SELECT count(*), min(owner), max(token) FROM lanes WHERE owner IS NOT NULL"
     command = [*APART[:-1], sys.executable, "-m", "tests.faults.bus_nursery", "bombed", str(ground / "town")]
     with children(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)) as (process,):
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("open"):
-            pass
-        while (before := query(ground / "town", owned)[0])[0] != 3:
-            time.sleep(0.02)
+        before = owned_lanes(process, ground / "town")
         with pytest.raises(TimeoutError):
             asyncio.run(handles_within(ground / "town", 3.0))
-        assert query(ground / "town", owned) == [before]
+        assert query(ground / "town", OWNED) == before
 
 
 def test_a_process_that_nobody_buried_is_dead_all_the_same(ground: Path) -> None:
     (ground / "town").mkdir()
     with children(run_python("tests.faults.bus_nursery", "bombed", str(ground / "town"))) as (process,):
-        assert process.stdout is not None
-        while not process.stdout.readline().startswith("open"):
-            pass
-        while query(ground / "town", "SELECT count(*) FROM lanes WHERE owner IS NOT NULL") != [(3,)]:
-            time.sleep(0.02)
+        owned_lanes(process, ground / "town")
         process.kill()  # and no wait: it stays in the process table
         while " Z " not in Path(f"/proc/{process.pid}/stat").read_text("ascii"):
             time.sleep(0.01)

@@ -172,14 +172,21 @@ class EventBus:
         """Dispatch to the handlers from now on. Idempotent."""
         if self._running:
             return
-        await self.open()
+        log = await self.open()
         self._running = True
+        seen, streams = log.foreign_changes, await log.streams()
         await self._attach_all()
-        self._spawn(self._follow_others())
+        self._spawn(self._follow_others(log, seen, streams))
         self._spawn(self._move_frontier())
 
     async def stop(self) -> None:
-        """Take no new work, let running handlers finish (up to ``stop_grace_s``), close the log. Idempotent."""
+        """Take no new work, let running handlers finish (up to ``stop_grace_s``), close the log. Idempotent.
+
+        Raises ``Invalid`` when a handler waits for the end of the bus that waits for the handler.
+        """
+        if any(subscriber.runs(asyncio.current_task()) for subscriber in self._subscribers.values()):
+            message = "a handler cannot wait for its own bus to stop"
+            raise Invalid(message, hint="stop it beside the handler, with asyncio.create_task(bus.stop())")
         running, self._running = self._running, False
         for task in list(self._tasks):
             task.cancel()
@@ -446,11 +453,8 @@ class EventBus:
     def _all_placed(self) -> bool:
         return all(subscriber.placed for subscriber in self._subscribers.values())
 
-    async def _follow_others(self) -> None:
+    async def _follow_others(self, log: SqliteLog, seen: int, streams: list[Stream]) -> None:
         """Look after what other processes changed: re-queued events, replayed dead letters, new streams."""
-        log = await self.open()
-        seen = log.foreign_changes
-        streams = await log.streams()
         while True:
             await asyncio.sleep(NOTICE_S)
             with contextlib.suppress(PostbusError):

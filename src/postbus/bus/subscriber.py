@@ -15,6 +15,7 @@ from postbus.model import Ordering, Reject, Retry
 from postbus.topics import PatternTrie, matches
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Awaitable, Callable
 
     from postbus.bus.bus import EventBus
@@ -152,6 +153,10 @@ class Subscriber:
         """Look for events that were re-queued by somebody else."""
         if self._runner is not None:
             await self._runner.refresh()
+
+    def runs(self, task: asyncio.Task[Any] | None) -> bool:
+        """Say whether a task is one that calls the handlers."""
+        return self._runner is not None and task in self._runner.tasks()
 
     @property
     def busy(self) -> bool:
