@@ -33,7 +33,8 @@ def test_a_root_without_a_correlation_is_found_by_its_address(worked: Run) -> No
     assert fragile["dead_letter"] == f"{JOURNAL}-dlq/0/0"
     assert fragile["error"].startswith("ValueError")
     assert witness.items() >= {"status": "done", "error": None, "dead_letter": None}.items()
-    assert 0 < child["after_ms"] < child["after_ms"] + fragile["took_ms"] <= found["took_ms"]
+    assert child["after_ms"] > 0 < fragile["took_ms"]
+    assert round(child["after_ms"] + fragile["took_ms"], 3) <= round(found["took_ms"], 3)
 
 
 @pytest.mark.parametrize("name", ["case-7", "journal/0/1", "journal/0/4", f"{JOURNAL}/0/4"])
