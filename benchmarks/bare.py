@@ -14,7 +14,7 @@ from postbus.log.heads import Head
 from postbus.store.migrations import migrate
 from postbus.store.records import INSERT_COLUMNS, insert_statement
 
-__all__ = ["BareBatches", "BareEvents", "BareSingles", "StdlibSingles", "quantiles_us"]
+__all__ = ["BareBatches", "BareEventSingles", "BareEvents", "BareSingles", "StdlibSingles", "quantiles_us"]
 
 TABLE = "CREATE TABLE rows (id INTEGER PRIMARY KEY, payload BLOB NOT NULL)"
 INSERT = "INSERT INTO rows (payload) VALUES (?)"
@@ -91,7 +91,7 @@ class BareEvents(BareBatches):
 
 
 class BareSingles(BareBatches):
-    """Bare apsw: one row per commit, each timed."""
+    """Bare apsw: one payload per commit, each timed."""
 
     def __init__(self, name: str, options: Options) -> None:
         super().__init__(name, options, 1)
@@ -104,6 +104,25 @@ class BareSingles(BareBatches):
             payload = PAYLOADS[len(taken) % len(PAYLOADS)]
             started = time.perf_counter()
             self._db.execute(INSERT, (payload,))
+            taken.append(time.perf_counter() - started)
+        return watch.rate(len(taken)) | quantiles_us(taken)
+
+
+class BareEventSingles(BareEvents):
+    """Bare apsw into the log's own table: one ready-made row per commit, each timed."""
+
+    def __init__(self, name: str, options: Options) -> None:
+        super().__init__(name, options, 1)
+
+    def run(self) -> dict[str, float]:
+        """See ``Contender.run``."""
+        taken: list[float] = []
+        watch = Stopwatch()
+        while not watch.over(self._options.round_s):
+            row = (1, 0, self._next, *self._rows[self._next % len(self._rows)])
+            self._next += 1
+            started = time.perf_counter()
+            self._db.execute(INSERT_EVENT, row)
             taken.append(time.perf_counter() - started)
         return watch.rate(len(taken)) | quantiles_us(taken)
 

@@ -333,6 +333,39 @@ async def test_a_cancelled_waiter_does_not_undo_its_write(log: SqliteLog) -> Non
     assert [event.payload for event in await every_event(log)] == ["left alone", "stays"]
 
 
+async def test_a_cancelled_waiter_that_was_alone_is_committed_too(log: SqliteLog) -> None:
+    waiting = asyncio.ensure_future(log.append(JOURNAL, [fact("alone")]))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await log.wait(JOURNAL, 0, 0, 10.0)
+    assert [event.payload for event in await every_event(log)] == ["alone"]
+
+
+async def test_waiters_are_told_when_the_thread_commits_for_them(log: SqliteLog) -> None:
+    log.store.writer._commit_s = 1.0  # as on a slow disk
+    refused = asyncio.ensure_future(log.append("local.default.unknown", [fact()]))
+    receipts = await asyncio.gather(*(log.append(JOURNAL, [fact(number)]) for number in range(100)))
+    assert sorted(receipt.offset for (receipt,) in receipts) == list(range(100))
+    with pytest.raises(NotFound):
+        await refused
+
+
+async def test_a_waiter_cancelled_while_the_thread_commits_does_not_undo_its_write(log: SqliteLog) -> None:
+    writer = log.store.writer
+    writer._commit_s = 1.0
+    with writer._lock:  # the thread cannot begin yet
+        waiting = asyncio.ensure_future(log.append(JOURNAL, [fact("left")]))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert await log.wait(JOURNAL, 0, 0, 10.0)
+    assert [event.payload for event in await every_event(log)] == ["left"]
+
+
 def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 

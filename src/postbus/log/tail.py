@@ -104,7 +104,14 @@ class Waiters:
 
     def wake(self, key: Key) -> None:
         """Wake everyone who waits for the partition; callable from any thread."""
-        for loop, future in list(self._waiting.get(key, ())):
+        waiting = self._waiting.get(key)
+        if waiting is None:
+            return
+        here = asyncio._get_running_loop()  # noqa: SLF001 - the one way to ask without an exception
+        for loop, future in list(waiting):
+            if loop is here:
+                _finish(future)
+                continue
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_finish, future)
 

@@ -188,20 +188,21 @@ class Store:
 
     def note(self, slot: int, mark: Mark) -> None:
         """Anchor a partition's head. Called by doors in ``committed``."""
-        if self._anchored(lambda: self.anchor.note(slot, mark)):
-            self._late_marks.pop(slot, None)
+        if self._anchored(self.anchor.note, slot, mark):
+            if self._late_marks:
+                self._late_marks.pop(slot, None)
         else:
             self._late_marks[slot] = mark
 
     def _count(self, changes: int) -> None:
-        self._late_changes = 0 if self._anchored(lambda: self.anchor.count(changes)) else changes
+        self._late_changes = 0 if self._anchored(self.anchor.count, changes) else changes
 
-    def _anchored(self, write: Callable[[], None]) -> bool:
+    def _anchored(self, write: Callable[..., None], *values: Any) -> bool:
         """Write to the anchor; False when that has to wait until the store is closed."""
         if self.durability is not Durability.FULL:
             return False  # a relaxed commit may be lost in a power cut; anchor it only once it is on disk
         try:
-            write()
+            write(*values)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # no room: the anchor lags, which is allowed
                 self.writer.fail(error)

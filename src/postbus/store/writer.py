@@ -16,6 +16,7 @@ import queue
 import random
 import threading
 import time
+import types
 from collections import deque
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +26,7 @@ from postbus.model import StorageError, StorageFailed, StorageFull, StoreBusy
 from postbus.store.refusals import MISREAD, no_room, refusal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from postbus.store.folder import Folder
 
@@ -43,6 +44,9 @@ QUEUE_MAX = 100_000
 COUNT_CHANGE = """
     INSERT INTO store_facts VALUES ('changes', '1') ON CONFLICT (name) DO UPDATE SET value = value + 1 RETURNING value
 """
+
+
+_OPEN: Any = object()
 
 
 class Door(Protocol):
@@ -104,14 +108,28 @@ class Call:
         """Nothing is cached."""
 
 
+class _Turn:
+    """What came of one item, for a task that looks when its turn comes; ``later`` when it has to wait for it."""
+
+    __slots__ = ("later", "outcome")
+
+    def __init__(self) -> None:
+        self.outcome: Any = _OPEN
+        self.later: asyncio.Future[None] | None = None
+
+
+Job = tuple[Door, Any, "asyncio.Future[Any] | _Turn", asyncio.AbstractEventLoop]
+"""A door, an item for it, who waits for the outcome, and on which loop."""
+
+
 class Writer:
-    """Owns the write connection. ``submit`` may be called from any event loop."""
+    """Owns the write connection. ``put`` and ``submit`` may be called from any event loop."""
 
     def __init__(self, db: apsw.Connection, folder: Folder, counted: Callable[[int], None]) -> None:
         self._db = db
         self._folder = folder
         self._counted = counted
-        self._queue: deque[tuple[Door, Any, asyncio.Future[Any], asyncio.AbstractEventLoop]] = deque()
+        self._queue: deque[Job] = deque()
         self._lock = threading.Lock()
         self._signal: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._doors: list[Door] = []
@@ -127,6 +145,7 @@ class Writer:
         self._full_checked_s = 0.0
         self._full_batches = 0
         self._version = self._data_version()
+        self._own_version = -1
         db.set_busy_handler(self._busy)
         self._thread = threading.Thread(target=self._main, name="postbus-writer", daemon=True)
         self._thread.start()
@@ -150,6 +169,34 @@ class Writer:
         """Whether the disk was full at the last try."""
         return self._full
 
+    async def put(self, door: Door, item: object, weight: int = 1) -> Any:
+        """Queue an item and return its outcome after the commit that holds it. A cancelled wait does not undo it.
+
+        Lets all others that are ready queue theirs first; then whoever comes back first commits for everyone, and the
+        others find their outcomes there, without a future each.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        loop = asyncio.get_running_loop()
+        turn = _Turn()
+        self._queue.append((door, item, turn, loop))
+        if weight > INLINE_WEIGHT_MAX:
+            self._heavy = True
+        try:
+            await _pass()
+        except BaseException:
+            if turn.outcome is _OPEN:
+                self._schedule(loop)
+            raise
+        if turn.outcome is _OPEN:
+            self._flush(loop)
+            if turn.outcome is _OPEN:
+                turn.later = loop.create_future()
+                await turn.later
+        if isinstance(turn.outcome, BaseException):
+            raise turn.outcome
+        return turn.outcome
+
     def submit(self, door: Door, item: object, weight: int = 1) -> asyncio.Future[Any]:
         """Queue an item; the future resolves after the commit that holds it. A cancelled wait does not undo it."""
         if self._refusal is not None:
@@ -159,10 +206,13 @@ class Writer:
         self._queue.append((door, item, future, loop))
         if weight > INLINE_WEIGHT_MAX:
             self._heavy = True
+        self._schedule(loop)
+        return future
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._scheduled:
             self._scheduled = True
             loop.call_soon(self._flush, loop)
-        return future
 
     def notice(self) -> None:
         """Look whether another process has written, and tell the doors; never waits."""
@@ -277,24 +327,28 @@ class Writer:
 
     def _transact(
         self,
-        batch: list[tuple[Door, Any, asyncio.Future[Any], asyncio.AbstractEventLoop]],
+        batch: list[Job],
         loop: asyncio.AbstractEventLoop | None,
     ) -> list[tuple[Any, Any]]:
         groups: dict[Door, list[Any]] = {}
         for job in batch:
             groups.setdefault(job[0], []).append(job)
         settled: list[tuple[Any, Any]] = []
-        changes = 0
+        changes, db = 0, self._db
         try:
-            self._look()
+            if db.data_version() == self._own_version:  # nobody has committed since this writer did
+                self._contended = False
+            else:
+                self._look()
             for door, group in groups.items():
-                before = self._db.total_changes()
-                settled += zip(group, door.run(self._db, [job[1] for job in group]), strict=True)
-                if not door.chained and not changes and self._db.total_changes() != before:
-                    changes = int(self._db.execute(COUNT_CHANGE).get)
+                before = 0 if door.chained else db.total_changes()
+                settled += zip(group, door.run(db, [job[1] for job in group]), strict=True)
+                if not door.chained and not changes and db.total_changes() != before:
+                    changes = int(db.execute(COUNT_CHANGE).get)
             started = time.perf_counter()
-            self._db.execute("COMMIT")
+            db.execute("COMMIT")
             self._commit_s += 0.2 * (time.perf_counter() - started - self._commit_s)
+            self._own_version = db.data_version()
         except Exception as error:  # noqa: BLE001 - every kind is sorted out below, nothing is swallowed
             self._roll_back(groups)
             return self._after_failure(batch, error, loop)
@@ -389,13 +443,23 @@ class Writer:
                 loop.call_soon_threadsafe(_tell_all, theirs)
 
 
-def _tell(future: asyncio.Future[Any], outcome: object) -> None:
-    if future.done():
+@types.coroutine
+def _pass() -> Generator[None, None, None]:
+    """Let every other task that is ready go first."""
+    yield
+
+
+def _tell(waiter: asyncio.Future[Any] | _Turn, outcome: object) -> None:
+    if isinstance(waiter, _Turn):
+        waiter.outcome = outcome
+        if waiter.later is not None and not waiter.later.done():
+            waiter.later.set_result(None)
+    elif waiter.done():
         return
-    if isinstance(outcome, BaseException):
-        future.set_exception(outcome)
+    elif isinstance(outcome, BaseException):
+        waiter.set_exception(outcome)
     else:
-        future.set_result(outcome)
+        waiter.set_result(outcome)
 
 
 def _tell_all(pairs: list[tuple[Any, Any]]) -> None:

@@ -19,7 +19,7 @@ from postbus.store.records import INSERT_COLUMNS, insert_statement, seal
 from postbus.store.writer import Call
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import apsw
 
@@ -75,8 +75,7 @@ class AppendDoor:
         now = self._store.clock.now_us()
         values: list[Any] = []
         outcomes: list[Any] = []
-        for name, group in groupby(items, itemgetter(0)):
-            run = [drafts for _, drafts in group]
+        for name, run in _by_stream(items):
             try:
                 kept = self.stream(db, name)
             except NotFound as error:
@@ -179,10 +178,13 @@ class AppendDoor:
 
     def _insert(self, db: apsw.Connection, values: list[Any]) -> None:
         rows, done = len(values) // _WIDTH, 0
-        for step in _STEPS:
-            while rows - done >= step:
-                db.execute(_INSERTS[step], values[done * _WIDTH : (done + step) * _WIDTH])
-                done += step
+        if rows in _INSERTS:
+            db.execute(_INSERTS[rows], values)
+        else:
+            for step in _STEPS:
+                while rows - done >= step:
+                    db.execute(_INSERTS[step], values[done * _WIDTH : (done + step) * _WIDTH])
+                    done += step
         if self._unsaved:
             db.executemany(SAVE_IDENTITY, [(*row, seal(*row)) for row in self._unsaved])
             self._unsaved = []
@@ -211,6 +213,13 @@ class AppendDoor:
         self._staged = {}
         self._identities = {}
         self._unsaved = []
+
+
+def _by_stream(items: list[tuple[str, Sequence[Draft]]]) -> Iterable[tuple[str, list[Sequence[Draft]]]]:
+    """Return the items' drafts with those of consecutive items of one stream together."""
+    if len(items) == 1:
+        return [(items[0][0], [items[0][1]])]
+    return [(name, [drafts for _, drafts in group]) for name, group in groupby(items, itemgetter(0))]
 
 
 class ConsumerDoor:

@@ -181,7 +181,7 @@ class SqliteLog(CursorLog):
         writer = self.store.writer
         if writer.crowded:
             await self.store.room()
-        receipts: list[Receipt] = await writer.submit(self._append_door, (stream, drafts), len(drafts))
+        receipts: list[Receipt] = await writer.put(self._append_door, (stream, drafts), len(drafts))
         return receipts
 
     async def fetch(self, stream: str, partition: int, offset: int, limit: int = 100) -> list[Event]:
