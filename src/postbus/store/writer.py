@@ -133,7 +133,7 @@ class Writer:
         self._lock = threading.Lock()
         self._signal: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._doors: list[Door] = []
-        self._scheduled = False
+        self._scheduled = self._called = False
         self._heavy = False
         self._patient = True
         self._waited_since = 0.0
@@ -231,7 +231,7 @@ class Writer:
         """Have the thread look at the queue: the loop that promised to flush may be gone."""
         if self._queue:
             self._scheduled = False
-            self._signal.put(True)
+            self._call_thread()
 
     def fail(self, error: BaseException) -> None:
         """Refuse all further writes: what the disk holds is no longer known."""
@@ -260,11 +260,18 @@ class Writer:
             finally:
                 self._lock.release()
         if self._queue:
+            self._call_thread()
+
+    def _call_thread(self) -> None:
+        """Have the thread look at the queue, once however many ask before it does."""
+        if not self._called:
+            self._called = True
             self._signal.put(True)
 
     def _main(self) -> None:
         while True:
             go_on = self._signal.get()
+            self._called = False  # before looking: whoever queues after the look calls again
             while self._queue:
                 with self._lock:
                     self._patient = True
