@@ -164,6 +164,30 @@ def test_one_altered_event_is_lost_alone(store: Path) -> None:
     assert result.lost == 1
 
 
+def test_an_event_that_claims_another_stream_makes_none_up(store: Path) -> None:
+    whole = events(store)
+    stream_id, partition, offset = next(iter(whole))
+    db = connect(Folder(store))
+    where = 'WHERE stream_id = ? AND partition = ? AND "offset" = ?'
+    db.execute(f"UPDATE events SET stream_id = stream_id + 64 {where}", (stream_id, partition, offset))
+    db.close()
+    result, lost = saved(store, whole)
+    assert lost == {(stream_id, partition, offset)}
+    assert result.lost == 1
+
+
+async def test_what_lies_beside_the_log_is_taken_over(store: Path, tmp_path: Path) -> None:
+    db = connect(Folder(store))
+    db.execute("INSERT INTO subscription_registry VALUES ('local.default', 'billing', '{}', 1)")
+    db.close()
+    assert salvage(store, tmp_path / "saved").notes == []
+    kept = connect(Folder(tmp_path / "saved"), write=False)
+    try:
+        assert list(kept.execute("SELECT subscription FROM subscription_registry")) == [("billing",)]
+    finally:
+        kept.close()
+
+
 def test_one_leaf_page_costs_its_events_only(store: Path) -> None:
     whole = events(store)
     leaves = pages(store, "name = 'events' AND pagetype = 'leaf'")
@@ -302,7 +326,7 @@ def test_what_was_written_but_never_committed_is_not_brought_back(tmp_path: Path
                 event = (0, offset, "t", "s", "", None, b"0" * 4000, None, None, None, None, None, 1, 1, "trusted")
                 encoded = records.encode(event)
                 chain, size = records.link(chain, encoded), size + len(encoded)
-                rest = (None, 1, None, None, size, zlib.crc32(encoded), chain)
+                rest = (None, 1, None, None, size, zlib.crc32(encoded, stream_id), chain)
                 db.execute(records.insert_statement(1), (stream_id, *event[:12], *rest))
             shutil.copytree(tmp_path / "store", tmp_path / "killed")
             db.execute("ROLLBACK")

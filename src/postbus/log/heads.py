@@ -73,7 +73,7 @@ class Head:
             values[-3] = None if occurred == now_us else occurred
             if trust == "trusted":
                 values[-1] = None
-            values += (before, size, crc32(encoded), chain)
+            values += (before, size, crc32(encoded, stream_id), chain)
         self.next_offset, self.chain, self.size, self.latest = offset, chain, size, latest
 
 

@@ -20,6 +20,7 @@ from postbus.clock import SystemClock
 from postbus.model import Conflict, CorruptLog, NotFound, StorageError, StreamSettings
 from postbus.store import records
 from postbus.store.backup import read_anchor, write_anchor
+from postbus.store.carry import carry_over
 from postbus.store.database import PAGE_BYTES, connect
 from postbus.store.folder import Folder
 from postbus.store.migrations import migrate
@@ -152,6 +153,7 @@ def _salvage(have: Folder, want: Folder, progress: Callable[[int, int], None]) -
             _collect(have, scratch, progress)
             extents = _read_tables(have, scratch, result)
             _rebuild(new, scratch, _ends(have, extents), result)
+            result.notes += carry_over(have, new)
     finally:
         scratch.close()
         new.close()
@@ -189,7 +191,7 @@ def _facts(values: list[Any]) -> list[Any] | None:
     occurred, created, trust = values[14], values[15], values[16]
     facts = [*values[2:14], created if occurred is None else occurred, created, trust or "trusted"]
     with contextlib.suppress(OverflowError, TypeError, ValueError):
-        if zlib.crc32(records.encode(facts)) == values[19] and isinstance(values[20], bytes):
+        if zlib.crc32(records.encode(facts), values[1]) == values[19] and isinstance(values[20], bytes):
             return facts
     return None
 
@@ -375,7 +377,7 @@ def _put(new: apsw.Connection, extent: _Extent, facts: list[Any]) -> None:
     row = (
         extent.stream.stream_id, *facts[:12], None if occurred == created else occurred, created,
         None if trust == "trusted" else trust, None if extent.latest == occurred else extent.latest, extent.size,
-        zlib.crc32(encoded), extent.chain,
+        zlib.crc32(encoded, extent.stream.stream_id), extent.chain,
     )  # fmt: skip
     new.execute(records.insert_statement(1), row)
 

@@ -158,7 +158,7 @@ def head_problems(db: apsw.Connection, anchored: Anchored) -> Iterator[Problem]:
             if before is None and facts[1] == first:
                 before = base
             broken = before is not None and records.link(before, encoded) != chain
-            if broken or zlib.crc32(encoded) != crc:
+            if broken or zlib.crc32(encoded, stream_id) != crc:
                 yield Problem("an event is altered", name, partition, facts[1])
                 break
             before = chain
@@ -292,7 +292,8 @@ def _check_projections(db: apsw.Connection, report: Report) -> None:
 class _Place:
     """Where the walk through one partition stands."""
 
-    def __init__(self, name: str, partition: int, first: int, size: int, chain: bytes) -> None:
+    def __init__(self, stream_id: int, name: str, partition: int, first: int, size: int, chain: bytes) -> None:
+        self.stream_id = stream_id
         self.name = name
         self.partition = partition
         self.next_offset = first
@@ -304,7 +305,7 @@ class _Place:
 
 def _check_events(db: apsw.Connection, report: Report, progress: Callable[[int, int], None]) -> None:
     places = {
-        (stream_id, partition): _Place(name, partition, first, size, chain)
+        (stream_id, partition): _Place(stream_id, name, partition, first, size, chain)
         for stream_id, name, _, partition, first, size, chain in db.execute(PARTITIONS)
     }
     report.partitions = len(places)
@@ -344,7 +345,7 @@ def _event_problem(  # noqa: PLR0911 - one sentence per thing that can be wrong 
         encoded = records.encode(facts)
     except (OverflowError, TypeError, ValueError) as error:
         return f"the event cannot be encoded: {error}"
-    if zlib.crc32(encoded) != crc:
+    if zlib.crc32(encoded, place.stream_id) != crc:
         return "the event is altered"
     if records.link(place.chain, encoded) != chain:
         return "the event does not follow from the one before it"

@@ -53,7 +53,7 @@ CREATE TABLE events (
     trust           TEXT,              -- NULL: trusted
     latest_at_us    INTEGER,           -- the latest occurred_at so far in the partition; NULL: this row's own
     bytes_through   INTEGER NOT NULL,  -- bytes of all events of the partition up to and including this one
-    crc             INTEGER NOT NULL,  -- CRC-32 of this event alone, so that salvage can judge it alone
+    crc             INTEGER NOT NULL,  -- CRC-32 of this event alone and of its stream_id, so that salvage can judge it alone
     chain           BLOB NOT NULL      -- SHA-256 over the previous chain and this event
 );
 CREATE UNIQUE INDEX events_position ON events (stream_id, partition, "offset");
