@@ -11,13 +11,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks import bus_suite, log_suite
+from benchmarks import bus_suite, inbox_suite, log_suite, server_suite, spark_suite
 from benchmarks.harness import Options, Race, RaceResult, Suite, fsync_p50_us, run_race, scratch
 from benchmarks.report import Report
 
 SUITES = [
     Suite("log", "appending, reading and keeping events", log_suite.races),
     Suite("bus", "publishing, handling and acknowledging events", bus_suite.races),
+    Suite("inbox", "matching subscriptions and filling inboxes", inbox_suite.races),
+    Suite("server", "publishing, streaming and pulling over HTTP", server_suite.races),
+    Suite("spark", "reading, matching, archiving and reporting on Spark", spark_suite.races),
 ]
 
 KEPT = Path(__file__).parent / "results"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from postbus import Event, Invalid, NotFound, Reject, RetryPolicy, StorageError, StreamSettings
+from postbus.bus.purge import PURGED, purge
 from postbus.delivery import DeliveryTable, LaneKey, Row, Settlement
 from postbus.delivery.dead import bury, grave
 from postbus.testing import BusKit
@@ -384,6 +385,31 @@ async def test_purged_letters_are_gone_for_good() -> None:
         log = await kit.bus.open()
         assert [event.payload for event in await log.fetch(DLQ, 0, 0)] == [3]
         assert [letter.payload for letter in await kit.dead()] == ["3"]
+
+
+async def test_a_purge_and_its_record_are_one_transaction() -> None:
+    async with BusKit() as kit:
+        kit.bus.subscribe("a", Recorder(fails(9)), "reader", retry=ONCE)
+        for number in range(3):
+            await kit.publish("a", number)
+        await kit.settle()
+        log, letters = await kit.bus.open(), await kit.dead()
+        with pytest.raises(Invalid, match="source"):
+            await purge(log, kit.clock, "local.default", letters, "no such source")
+        assert await kit.dead() == letters
+        assert len(await kit.events()) == 3
+        assert await purge(log, kit.clock, "local.default", letters[:1], "test") == 1
+        assert await purge(log, kit.clock, "local.default", letters[:1], "test") == 0
+        [*_, record] = await kit.events()
+        assert (record.topic, record.source, record.offset) == (PURGED, "test", 3)
+        assert record.payload == {
+            "count": 1,
+            "letters": [letters[0].id],
+            "subscriptions": {"reader": 1},
+            "reasons": {"max_attempts": 1},
+        }
+        statuses = await kit.query("SELECT status FROM event_journal WHERE topic = 'a' ORDER BY id")
+        assert statuses == [("done",), ("failed",), ("failed",)]
 
 
 async def test_letters_of_a_deleted_subscription_stay_open_but_go_nowhere() -> None:

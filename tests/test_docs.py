@@ -26,7 +26,7 @@ TIMEOUT_S = 60
 # --- what exists is documented ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["cli.md", "python.md"])
+@pytest.mark.parametrize("name", ["cli.md", "http.md", "python.md"])
 def test_reference_is_up_to_date(name: str) -> None:
     assert (reference.FOLDER / name).read_text(encoding="utf-8") == reference.pages()[name], "run `make docs`"
 

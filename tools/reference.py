@@ -1,4 +1,4 @@
-"""Writes docs/reference/: every command of the command line and every public name of the package.
+"""Writes docs/reference/: every command, every HTTP route and every public name of the package.
 
 `make docs` runs it; tests/test_docs.py fails when the files are not what it would write.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ import typer.main
 import postbus
 import postbus.cli
 import postbus.model
+from postbus.server.openapi import document
+from postbus.server.table import ROUTES
 
 FOLDER = Path(__file__).parents[1] / "docs" / "reference"
 NOTE = "<!-- written by `make docs`; edit the docstrings and the help texts instead -->"
@@ -149,6 +152,78 @@ def _type(annotation: Any) -> str:
     return MODULE.sub("", text.replace("NoneType", "None"))
 
 
+def http_reference(api: dict[str, Any]) -> str:
+    """The page of the HTTP routes, from the OpenAPI document."""
+    schemas = api["components"]["schemas"]
+    parts = ["# HTTP", NOTE, "The same as OpenAPI: `/openapi.json` of a running server; for people: `/docs`."]
+    used: dict[str, None] = {}
+    meanings: dict[str, str] = {}
+    for path, methods in api["paths"].items():
+        for method, route in methods.items():
+            parts += [f"## `{method.upper()} {path}`", f"{route['summary']}. {route.get('description', '')}".strip()]
+            rows = [[f"`{part['name']}`", part["in"], _kind(part["schema"], used)] for part in route["parameters"]]
+            parts.append(_table(["parameter", "in", "type"], rows))
+            if "requestBody" in route:
+                body = route["requestBody"]["content"]["application/json"]["schema"]
+                parts.append(f"Body: {_kind(body, used)}.")
+            parts.append(_answers(route["responses"], used, meanings))
+    parts += ["## Refusals", _table(["status", "meaning"], [[str(key), meanings[key]] for key in sorted(meanings)])]
+    parts.append("## Bodies")
+    shown: set[str] = set()
+    while waiting := [name for name in used if name not in shown]:
+        for name in waiting:  # their fields may name others
+            shown.add(name)
+            schema = schemas[name]
+            required = set(schema.get("required", ()))
+            rows = [
+                [f"`{field}`", _kind(one, used), _given(field, one, required), one.get("description", "")]
+                for field, one in schema.get("properties", {}).items()
+            ]
+            parts += [f"### `{name}`", schema.get("description", ""), _table(["field", "type", "default", ""], rows)]
+            if "enum" in schema:
+                parts.append(" ".join(f"`{value}`" for value in schema["enum"]))
+    return _page(parts)
+
+
+def _answers(responses: dict[str, Any], used: dict[str, None], meanings: dict[str, str]) -> str:
+    """What a route answers, in one line; what its refusals mean is noted."""
+    refusals = {status: answer["description"] for status, answer in responses.items() if status >= "400"}
+    meanings.update(refusals)
+    for status, answer in responses.items():
+        if status not in refusals:
+            content = answer.get("content", {})
+            bodies = [_kind(one["schema"], used) if media.endswith("json") else media for media, one in content.items()]
+            return f"Answers {status}{''.join(f' with {body}' for body in bodies)}. Refuses with {', '.join(refusals)}."
+    return ""
+
+
+def _given(field: str, schema: dict[str, Any], required: set[str]) -> str:
+    return "required" if field in required else f"`{json.dumps(schema['default'])}`" if "default" in schema else ""
+
+
+def _kind(schema: dict[str, Any], used: dict[str, None]) -> str:
+    """A JSON Schema in words; the names of other bodies are links, and noted."""
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        used[name] = None
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in schema:
+        return " or ".join(_kind(one, used) for one in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    kind = schema.get("type", "anything")
+    if kind == "array" and "items" in schema:
+        return f"list of {_kind(schema['items'], used)}"
+    return " or ".join(kind) if isinstance(kind, list) else str(schema.get("format", kind))
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    if not rows:
+        return ""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 def _page(parts: list[str]) -> str:
     return "\n\n".join(part.rstrip() for part in parts if part.strip()) + "\n"
 
@@ -157,6 +232,7 @@ def pages() -> dict[str, str]:
     """File name -> what docs/reference has to hold now."""
     return {
         "cli.md": cli_reference(typer.main.get_command(postbus.cli.app)),
+        "http.md": http_reference(document(ROUTES)),
         "python.md": python_reference(postbus, postbus.model),
     }
 

@@ -62,6 +62,7 @@ def draft(
     trust: Trust = Trust.TRUSTED,
     system_headers: Mapping[str, str] | None = None,
     limits: Limits = _DEFAULT_LIMITS,
+    checked: bool = False,
 ) -> Draft:
     """Check every field and return the event as a Draft, or refuse the first field that breaks a rule.
 
@@ -70,12 +71,17 @@ def draft(
     ``key``, ``correlation_id`` and ``native_id`` are None or not empty. ``occurred_at``: see ``parse_instant``; None
     leaves it to the log, which takes now. ``system_headers`` are the server's own: they may use the reserved prefix, do
     not count towards the number of headers and win over ``headers``; their values are cut and cleaned to fit instead of
-    refused, so that a dead letter can always be written.
+    refused, so that a dead letter can always be written. ``checked``: ``payload`` is a part of a document that
+    ``strict_json`` has accepted, so that only its size and depth are looked at.
     """
     return Draft(
         topic=check_topic(topic),
         source=check_source(source),
-        payload_json=_json(payload, "payload", limits.payload_bytes, limits.depth),
+        payload_json=(
+            payload
+            if checked and _is_small(payload, limits)
+            else _json(payload, "payload", limits.payload_bytes, limits.depth)
+        ),
         variant=variant if variant == "" and type(variant) is str else _variant(variant, limits.variant_chars),
         key=None if key is None else _text(key, "key", limits.key_bytes),
         metadata_json=None if metadata is None else _metadata(metadata, limits),
@@ -177,6 +183,11 @@ def _trust(value: Any) -> Trust:
 
 _BYTES_LIKE = (bytes, bytearray, memoryview)
 _encode = msgspec.json.Encoder().encode
+
+
+def _is_small(raw: Any, limits: Limits) -> bool:
+    """Say whether strict JSON cannot be too large or too deep: it has not even that many brackets."""
+    return type(raw) is bytes and len(raw) <= limits.payload_bytes and raw.count(b"[") + raw.count(b"{") <= limits.depth
 
 
 def _json(value: Any, what: str, max_bytes: int, max_depth: int) -> bytes:

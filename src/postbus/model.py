@@ -30,28 +30,37 @@ __all__ = [
     "Draft",
     "Durability",
     "Event",
+    "Forbidden",
     "Gap",
     "IdempotencyConflict",
     "Inbox",
     "InboxItem",
     "Invalid",
+    "InvalidFilter",
     "InvalidPayload",
+    "InvalidSchema",
     "LeaseLost",
     "LimitExceeded",
     "LoopDetected",
+    "NoResponder",
     "NotFound",
     "OffsetOutOfRange",
     "Ordering",
+    "Overflow",
     "PartitionLag",
     "PartitionStats",
     "PostbusError",
+    "QuotaExceeded",
     "ReadResult",
     "Receipt",
+    "Refused",
     "Reject",
     "RequestTimeout",
     "Retention",
     "Retry",
     "RetryPolicy",
+    "SchemaConflict",
+    "SchemaMismatch",
     "Source",
     "SpoolEntry",
     "Start",
@@ -66,6 +75,8 @@ __all__ = [
     "Subscription",
     "TrimResult",
     "Trust",
+    "Unauthenticated",
+    "Unreachable",
     "event_id",
     "instant",
 ]
@@ -102,6 +113,13 @@ class Ordering(StrEnum):
 
     KEY = "key"
     STRICT = "strict"
+
+
+class Overflow(StrEnum):
+    """What a subscription does that falls too far behind. ``drop_oldest``: the oldest become dead letters."""
+
+    WAIT = "wait"
+    DROP_OLDEST = "drop_oldest"
 
 
 class DeliveryStatus(StrEnum):
@@ -493,22 +511,50 @@ class Activation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True):
-    """Something outside that produces events, with its own ingress checkpoint."""
+    """Something outside that produces events, with its own ingress checkpoint.
+
+    ``failures`` counts those in a row; ``events`` what was appended; ``turn`` grows with each change of the checkpoint
+    and ``revision`` with each change of what it is.
+    """
 
     id: str
     kind: str
     stream: str
+    tenant: str = ""
+    settings_json: bytes = b"{}"
     checkpoint_json: bytes | None = None
     last_error: str | None = None
     paused: bool = False
+    failures: int = 0
+    polls: int = 0
+    events: int = 0
+    duplicates: int = 0
+    last_ok_at_us: int | None = None
+    next_due_at_us: int | None = None
+    created_at_us: int = 0
+    revision: int = 0
+    turn: int = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was registered with, decoded afresh."""
+        found: dict[str, Any] = _decode(self.settings_json)
+        return found
+
+    @property
+    def checkpoint(self) -> Any:
+        """How far it has read, decoded afresh; None before its first success."""
+        return _decode(self.checkpoint_json)
 
 
 class SpoolEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One event waiting on disk for a remote log that cannot be reached."""
+    """One event waiting on disk for a remote that cannot be reached; the remote knows it by its ``identity``."""
 
     sequence: int
     stream: str
     draft: Draft
+    identity: str = ""
+    tried: bool = False
     attempts: int = 0
     enqueued_at_us: int = 0
 
@@ -549,6 +595,35 @@ class InvalidPayload(Invalid):
         self.position = position
 
 
+class InvalidFilter(Invalid):
+    """A content filter is refused; ``line`` and ``column`` (from 1) say where in its expression, when it is there."""
+
+    code = "invalid_filter"
+
+    def __init__(
+        self, message: str, *, line: int | None = None, column: int | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.line = line
+        self.column = column
+
+
+class InvalidSchema(Invalid):
+    """A JSON Schema is refused: not valid, of another draft, with references that leave it, or too intricate."""
+
+    code = "invalid_schema"
+
+
+class SchemaMismatch(Invalid):
+    """A payload does not match its schema; ``issues`` say where and why, each with a JSON pointer."""
+
+    code = "schema_mismatch"
+
+    def __init__(self, message: str, *, issues: list[Any], hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.issues = issues
+
+
 class NotFound(PostbusError):
     """The named stream, consumer, subscription or event does not exist."""
 
@@ -559,6 +634,16 @@ class Conflict(PostbusError):
     """The name exists with other settings."""
 
     code = "conflict"
+
+
+class SchemaConflict(Conflict):
+    """Events that are there do not match the schema that is to be bound; ``issues`` name the first ones."""
+
+    code = "schema_conflict"
+
+    def __init__(self, message: str, *, issues: list[Any], hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.issues = issues
 
 
 class IdempotencyConflict(Conflict):
@@ -587,15 +672,75 @@ class Backpressure(PostbusError):
 
 
 class LeaseLost(PostbusError):
-    """The lease of a delivery was taken over or has expired; the acknowledgement was refused."""
+    """The lease of a delivery was taken over or has expired; the acknowledgement was refused.
+
+    ``lease_ids`` names the leases that are lost, when they are known by name.
+    """
 
     code = "lease_lost"
+
+    def __init__(self, message: str, *, hint: str | None = None, lease_ids: tuple[str, ...] = ()) -> None:
+        super().__init__(message, hint=hint)
+        self.lease_ids = lease_ids
+        self.issues = list(lease_ids) or None
+
+
+class Unauthenticated(PostbusError):
+    """A key is needed, or the one that was given is unknown, expired or revoked."""
+
+    code = "unauthenticated"
+
+
+class Forbidden(PostbusError):
+    """The caller is known but may not do this."""
+
+    code = "forbidden"
+
+
+class QuotaExceeded(PostbusError):
+    """The tenant has used up what it may use of something; ``retry_after_s`` says when to try again."""
+
+    code = "quota_exceeded"
+
+    def __init__(self, message: str, *, retry_after_s: float, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+
+
+class Unreachable(PostbusError):
+    """The server did not answer, or something else answered in its place.
+
+    ``retry_after_s`` is how long it asked to be left alone; ``permanent``: asking again the same way is useless.
+    """
+
+    code = "unreachable"
+    permanent = False
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, retry_after_s: float | None = None, permanent: bool = False
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.retry_after_s = retry_after_s
+        if permanent:
+            self.permanent = True
 
 
 class RequestTimeout(PostbusError):
     """No reply arrived in time."""
 
     code = "request_timeout"
+
+
+class NoResponder(PostbusError):
+    """Nobody listens where the request went."""
+
+    code = "no_responder"
+
+
+class Refused(PostbusError):
+    """The far side was reached and said no."""
+
+    code = "refused"
 
 
 class StorageError(PostbusError):

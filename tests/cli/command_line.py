@@ -20,9 +20,23 @@ from typing import Any
 
 COMMANDS = (
     "demo", "publish", "tail", "events", "subscriptions", "requeue", "trace",
-    "dlq", "dlq list", "dlq show", "dlq replay", "dlq purge",
+    "dlq", "dlq list", "dlq show", "dlq replay", "dlq purge", "filter", "filter test",
+    "spool", "spool status", "spool drain",
+    "schemas", "schemas add", "schemas list", "schemas show", "schemas delete", "schemas bind", "schemas unbind",
+    "agents", "agents create", "agents list", "agents show", "agents remove", "agents subscribe",
+    "agents subscriptions", "agents unsubscribe", "agents reset", "agents lag", "agents targets", "agents revive",
+    "inbox", "inbox read", "inbox ack", "inbox wait", "inbox watch", "inbox send", "inbox entries", "inbox flush",
+    "inbox receipts", "timers", "timers add", "timers list", "timers remove", "timers pause", "timers resume",
+    "sources", "sources add", "sources list", "sources show", "sources pause", "sources resume", "sources remove",
+    "sources poll", "sources run", "deliveries", "deliveries send", "deliveries actions", "deliveries invoke",
+    "deliveries list", "deliveries show", "deliveries retry", "deliveries run",
+    "serve", "topics", "topics create", "topics list", "topics show", "topics delete",
+    "keys", "keys create", "keys list", "keys revoke", "keys rotate",
+    "quota", "quota set", "quota list", "quota clear",
     "append", "read", "streams", "consumers", "lag",
     "verify", "salvage", "backup", "restore", "stats", "compact",
+    "pipeline", "pipeline archive", "pipeline verify", "pipeline ingest", "pipeline replay", "pipeline validate",
+    "pipeline report", "pipeline status",
 )  # fmt: skip
 JOURNAL = "local.default.journal"
 ORDERS = "local.default.orders"
@@ -63,7 +77,8 @@ def process(*words: str | bytes, given: bytes = b"", **more: Any) -> subprocess.
 def started(*words: str) -> Iterator[subprocess.Popen[bytes]]:
     """A command that goes on; killed at the end if it is still there."""
     pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-m", "postbus", *words], stdin=pipe, stdout=pipe, stderr=pipe) as child:
+    command = [sys.executable, "-m", "postbus", *words]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0) as child:
         try:
             yield child
         finally:

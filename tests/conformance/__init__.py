@@ -4,6 +4,7 @@ import pytest
 
 # The suites are imported, not collected, so pytest has to be told to explain their asserts.
 for _module in (
+    "broker",
     "log_append",
     "log_concurrency",
     "log_consumers",

@@ -63,6 +63,8 @@ class Said:
 class Town:
     """The nursery and those it brought forth. Everybody in it dies with the block."""
 
+    nursery = "tests.faults.bus_nursery"
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.said = Said()
@@ -73,7 +75,7 @@ class Town:
 
     def __enter__(self) -> Self:
         self.folder.mkdir(exist_ok=True)
-        self._process: subprocess.Popen[str] = run_python("tests.faults.bus_nursery")
+        self._process: subprocess.Popen[str] = run_python(self.nursery)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._orders = self._process.stdin

@@ -6,41 +6,42 @@ import asyncio
 import contextlib
 import logging
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import unquote
 
 from postbus.bus.binding import bind, name_of
 from postbus.bus.context import current, derivation
-from postbus.bus.places import DISPATCH, EVERYTHING, pass_frontier, place
-from postbus.bus.registry import JOURNAL, Registered, Registry, whole
+from postbus.bus.opening import open_log
+from postbus.bus.places import EVERYTHING, move, pass_frontier, place
+from postbus.bus.registry import JOURNAL, Registry, whole
 from postbus.bus.replies import REPLY, Replies
-from postbus.bus.settings import check_numbers, check_retry, parse_ordering, parse_start
+from postbus.bus.settings import check_numbers, parse_start, registration
 from postbus.bus.subscriber import Subscriber
 from postbus.clock import Clock, SystemClock
-from postbus.delivery.dead import SUFFIX, DeadLetters
+from postbus.delivery.dead import DeadLetters
 from postbus.delivery.table import DeliveryTable, new_owner
 from postbus.envelope import Limits, draft
-from postbus.log.sqlite import SqliteLog
 from postbus.model import (
     Conflict,
     Durability,
     Invalid,
     NotFound,
     Ordering,
+    Overflow,
     PostbusError,
-    RetryPolicy,
     StorageError,
 )
-from postbus.topics import check_id, check_pattern, check_stream_name, matches
+from postbus.schemas import Schemas
+from postbus.topics import check_stream_name, matches
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from datetime import datetime
     from types import TracebackType
 
-    from postbus.model import Event, Receipt, Start, Stream, StreamSettings
+    from postbus.bus.registry import Registered
+    from postbus.log.sqlite import SqliteLog
+    from postbus.model import Event, Receipt, RetryPolicy, Start, Stream, StreamSettings
 
 __all__ = ["EventBus"]
 
@@ -58,7 +59,8 @@ class EventBus:
     """A durable event bus on one data folder. ``async with bus:`` recovers, starts, and stops at the end.
 
     Publishing works as soon as the object exists; handlers run between ``start`` and ``stop``. Several processes may
-    share one folder: each partition of a subscription is worked on by one of them at a time.
+    share one folder: each partition of a subscription is worked on by one of them at a time. With ``log`` the bus of a
+    tenant uses a log that is open already, and leaves it open.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class EventBus:
         stop_grace_s: float = 30.0,
         max_hops: int = 32,
         clock: Clock | None = None,
+        log: SqliteLog | None = None,
     ) -> None:
         check_numbers(poll_interval=poll_interval, lease_s=lease_s)
         check_numbers(whole=True, batch_size=batch_size, max_hops=max_hops)
@@ -90,7 +93,8 @@ class EventBus:
         self._grace_s = stop_grace_s
         self._max_hops = max_hops
         self._owner = new_owner(self.clock)
-        self._opening = asyncio.Lock()
+        self._opening, self._starting = asyncio.Lock(), asyncio.Lock()
+        self._shared = log
         self._log: SqliteLog | None = None
         self._folder: str | None = None
         self._subscribers: dict[str, Subscriber] = {}
@@ -112,19 +116,18 @@ class EventBus:
         return self._log
 
     async def _open(self) -> SqliteLog:
-        path = self._url
-        if path == "memory:":
-            path = self._folder = tempfile.mkdtemp(prefix="postbus-", dir=_memory())
-        elif path.startswith("sqlite://"):
-            path = unquote(path.removeprefix("sqlite://"))
-        elif "://" in path:
-            raise Invalid(f"the bus cannot run on {path}", hint="use memory:, sqlite:///folder or a folder's path")
-        log = await asyncio.to_thread(SqliteLog.open, path, clock=self.clock, durability=self._durability)
+        if self._shared is not None:
+            return await self._begin(self._shared)
+        log, self._folder = await open_log(self._url, self.clock, self._durability)
+        return await self._begin(log)
+
+    async def _begin(self, log: SqliteLog) -> SqliteLog:
         log.projections.start()
         await log.ensure_stream(self.journal)
         await log.get_stream_stats(self.journal)
         self._table = DeliveryTable(log, self.clock, self._owner, self._lease_s)
         self._registry = Registry(log, self.tenant)
+        self._schemas = Schemas(log)
         self._replies = Replies(log, self.journal, self.clock)
         self._dead_letters = DeadLetters(log, self.clock, self.tenant, self._refresh)
         return log
@@ -170,14 +173,15 @@ class EventBus:
 
     async def start(self) -> None:
         """Dispatch to the handlers from now on. Idempotent."""
-        if self._running:
-            return
-        log = await self.open()
-        self._running = True
-        seen, streams = log.foreign_changes, await log.streams()
-        await self._attach_all()
-        self._spawn(self._follow_others(log, seen, streams))
-        self._spawn(self._move_frontier())
+        async with self._starting:
+            if self._running:
+                return
+            log = await self.open()
+            self._running = True
+            seen, streams = log.foreign_changes, await log.streams()
+            await self._attach_all()
+            self._spawn(self._follow_others(log, seen, streams))
+            self._spawn(self._move_frontier())
 
     async def stop(self) -> None:
         """Take no new work, let running handlers finish (up to ``stop_grace_s``), close the log. Idempotent.
@@ -187,7 +191,8 @@ class EventBus:
         if any(subscriber.runs(asyncio.current_task()) for subscriber in self._subscribers.values()):
             message = "a handler cannot wait for its own bus to stop"
             raise Invalid(message, hint="stop it beside the handler, with asyncio.create_task(bus.stop())")
-        running, self._running = self._running, False
+        async with self._starting:  # what is just being started is stopped with the rest
+            running, self._running = self._running, False
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -203,7 +208,8 @@ class EventBus:
         if running:
             with contextlib.suppress(PostbusError):
                 await pass_frontier(log, self.tenant, self._all_placed)
-        await log.close()
+        if self._shared is None:
+            await log.close()
         if self._folder is not None:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
@@ -227,8 +233,8 @@ class EventBus:
         """Append an event and return once it is durable; handlers are woken, never called, by this.
 
         ``payload`` is a JSON value, or bytes of JSON that are kept as they are. Inside a handler the new event derives
-        from the one being handled: it inherits the correlation unless one is given. Nothing is appended
-        when it raises: ``Invalid`` for a bad argument, ``IdempotencyConflict``, ``LoopDetected``, ``StorageFull``,
+        from the one being handled: it inherits the correlation unless one is given. Nothing is appended when it raises:
+        ``Invalid`` for a bad argument, ``SchemaMismatch``, ``IdempotencyConflict``, ``LoopDetected``, ``StorageFull``,
         ``Backpressure``.
         """
         context = current.get()
@@ -258,6 +264,7 @@ class EventBus:
         stream = self.journal
         if topic.count(".") == STREAM_TOKENS - 1 and await log.has_stream(topic):
             stream = topic
+            await self._schemas.check(stream, made.payload_json)  # a journal is never bound to a schema
         return (await log.append(stream, [made]))[0]
 
     async def ensure_stream(self, name: str, settings: StreamSettings | None = None) -> Stream:
@@ -293,35 +300,35 @@ class EventBus:
         handler: Callable[..., Any],
         subscriber_id: str,
         *,
+        filter: dict[str, Any] | None = None,  # noqa: A002 - the word of the model
         start: Start | str | datetime | None = None,
         retry: RetryPolicy | None = None,
         ordering: Ordering | str = Ordering.KEY,
         concurrency: int = 10,
         timeout: float = 300.0,
         dead_letter_stream: str | None = None,
+        overflow: Overflow | str = Overflow.WAIT,
+        max_backlog: int | None = None,
     ) -> None:
-        """Register a handler for a topic or pattern under a durable subscriber id.
+        """Register a handler for a topic or pattern, and a content filter, under a durable subscriber id.
 
         Handlers of one id run in the order they were registered and share one place in the log. A new id receives what
-        is still pending, or begins at ``start`` (``latest``, ``earliest``, an instant, or a ``Start``). Raises
+        is still pending, or begins at ``start`` (``latest``, ``earliest``, an instant, or a ``Start``). With
+        ``overflow="drop_oldest"`` the oldest become dead letters while more than ``max_backlog`` wait. Raises
         ``Invalid`` for a bad argument, ``Conflict`` when the id is registered here with other settings.
         """
-        check_id(subscriber_id, "subscriber_id")
-        if subscriber_id == DISPATCH:
-            raise Invalid(f"{DISPATCH} is the bus's own reader")
-        check_pattern(topic)
-        check_numbers(whole=True, concurrency=concurrency)
-        check_numbers(timeout=timeout)
-        if dead_letter_stream is not None:
-            self._check_grave(dead_letter_stream)
-        registered = Registered(
-            id=subscriber_id,
-            patterns=(topic,),
-            retry=check_retry(retry or RetryPolicy()),
-            ordering=parse_ordering(ordering),
+        registered = registration(
+            self.tenant,
+            subscriber_id,
+            topic,
+            retry=retry,
+            ordering=ordering,
             concurrency=concurrency,
-            timeout_s=timeout,
+            timeout=timeout,
             dead_letter_stream=dead_letter_stream,
+            overflow=overflow,
+            max_backlog=max_backlog,
+            filter=filter,
         )
         bound, begin = bind(handler), parse_start(start)
         subscriber = self._subscribers.get(subscriber_id)
@@ -345,12 +352,6 @@ class EventBus:
             return handler
 
         return decorate
-
-    def _check_grave(self, name: str) -> None:
-        check_stream_name(name)
-        if not name.startswith(f"{self.tenant}.") or not name.endswith(SUFFIX):
-            message = f"a dead-letter stream of {self.tenant} is called {self.tenant}.<name>{SUFFIX}, not {name}"
-            raise Invalid(message)
 
     def unsubscribe(self, topic: str, subscriber_id: str) -> None:
         """Detach the handlers of a pattern; the subscription and its place in the log stay."""
@@ -380,6 +381,19 @@ class EventBus:
                 if stream.name.startswith(f"{self.tenant}."):
                     known = await log.delete_consumer(stream.name, subscriber_id) or known
         return known
+
+    async def reset(self, subscriber_id: str, start: Start | str | datetime, stream: str | None = None) -> None:
+        """Move a subscription to ``start`` in one stream, or in every stream it reads; whoever runs it goes on there.
+
+        Everything from there on is delivered as if for the first time (what ran ``once`` stays done). What still waits
+        below is passed over, unless the place lies further back than before. Raises ``NotFound``, ``Invalid``,
+        ``OffsetOutOfRange``.
+        """
+        begin = parse_start(start)
+        if begin is None:
+            raise Invalid("a reset needs a start: 'earliest', 'latest', an instant, or a Start")
+        await move(await self.open(), self.tenant, subscriber_id, begin, stream)
+        await self._refresh()
 
     async def subscriptions(self) -> list[Registered]:
         """Return every durable subscription of the tenant."""
@@ -478,9 +492,3 @@ class EventBus:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _memory() -> str | None:
-    """Return a folder that is kept in memory, where the system has one."""
-    shared = Path("/dev/shm")  # noqa: S108 - the folder made in it is private
-    return str(shared) if shared.is_dir() else None

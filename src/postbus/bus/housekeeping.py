@@ -36,6 +36,13 @@ FIRST_UNSETTLED = """
     SELECT d."offset", d.consumer FROM delivery_rows d JOIN stream_registry s USING (stream_id)
     WHERE s.name = ? AND d.partition = ? AND d.status IN ('waiting', 'processing') ORDER BY d."offset" LIMIT 1
 """
+# The first event that an agent has in its inbox and has not acked.
+FIRST_UNACKED = """
+    SELECT i."offset", 'inbox of ' || a.agent FROM inbox_rows i JOIN agent_registry a USING (agent_no)
+    JOIN stream_registry s USING (stream_id)
+    WHERE s.name = ? AND i.partition = ? AND i.acked_at_us IS NULL AND i."offset" >= ?
+    ORDER BY i."offset" LIMIT 1
+"""
 LETTERS = "SELECT id, state, created_at FROM dead_letters"
 # A delivery that is not over may need the copy of its event: retention may have removed the original.
 NEEDED = "SELECT dead_stream, dead_offset FROM delivery_rows WHERE status <> 'done' AND dead_stream IS NOT NULL"
@@ -85,6 +92,21 @@ PRUNES = (
         'stream_id, "offset"',
         """at_us < ? AND NOT EXISTS (SELECT 1 FROM events e
            WHERE e.stream_id = t.stream_id AND e."offset" = t."offset")""",
+    ),
+    _Prune(
+        "replies that were sent or whose dead letter is gone",
+        "outbox_rows",
+        "seq",
+        """updated_at_us < ? AND (state = 'sent' OR state = 'failed' AND NOT EXISTS (
+           SELECT 1 FROM delivery_rows d JOIN stream_registry s USING (stream_id)
+           WHERE s.name = t.stream AND d.partition = t.partition AND d."offset" = t."offset"
+           AND d.consumer = '_replies'))""",
+    ),
+    _Prune(
+        "attempts of removed replies",
+        "outbox_attempts",
+        "delivery, attempt, started_at_us",
+        "started_at_us < ? AND NOT EXISTS (SELECT 1 FROM outbox_rows o WHERE o.delivery = t.delivery)",
     ),
     _Prune(
         "look-ups by topic of removed events",
@@ -162,6 +184,10 @@ def _plan(db: apsw.Connection, name: str, now_us: int) -> list[tuple[int, int, l
             if unsettled is not None and unsettled[0] < floor:
                 floor = unsettled[0]
                 names.append(unsettled[1])
+            owed = db.execute(FIRST_UNACKED, (name, partition, first)).fetchone()
+            if owed is not None and owed[0] < floor:
+                floor = owed[0]
+                names.append(owed[1])
         plan.append((first, max(floor, first), names))
     return plan
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from postbus.delivery.dead import SUFFIX
 from postbus.log.cursors import committed, ensured
-from postbus.model import Start, StartPolicy
+from postbus.model import NotFound, Start, StartPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from postbus.log.sqlite import SqliteLog, Transaction
     from postbus.model import Stream
 
-__all__ = ["DISPATCH", "EVERYTHING", "pass_frontier", "place"]
+__all__ = ["DISPATCH", "EVERYTHING", "move", "pass_frontier", "place"]
 
 DISPATCH = "_dispatch"
 """The bus's own reader: how far events have been offered to everybody there is."""
@@ -43,6 +43,19 @@ async def place(
                 tx.move(stream.name, name, committed, cursor.partition, following - 1)
 
     await log.transact(write)
+
+
+async def move(log: SqliteLog, tenant: str, name: str, start: Start, stream: str | None) -> None:
+    """Move a subscription in one stream, or in every stream it reads."""
+    names = [
+        one.name for one in await log.streams() if one.name.startswith(f"{tenant}.") and stream in (None, one.name)
+    ]
+    found = [one for one in names if await log.get_consumer(one, name) is not None]
+    if not found:
+        where = stream or f"any stream of {tenant}"
+        raise NotFound(f"{name} does not read {where}", hint="list what there is with `postbus subscriptions`")
+    for one in found:
+        await log.reset(one, name, start)
 
 
 async def pass_frontier(log: SqliteLog, tenant: str, may: Callable[[], bool]) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from postbus.model import Ordering, RetryPolicy
+from postbus.model import Conflict, Ordering, Overflow, RetryPolicy
 from postbus.topics import matches
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ JOURNAL = "journal"
 SAVE = """
     INSERT INTO subscription_registry VALUES (?, ?, ?, ?)
     ON CONFLICT DO UPDATE SET settings = excluded.settings WHERE settings <> excluded.settings
+"""
+ELSEWHERE = """
+    SELECT json_extract(settings, '$.target') FROM subscription_registry
+    WHERE tenant = ? AND subscription = ? AND json_extract(settings, '$.target') IN ('pull', 'inbox')
 """
 FORGET = (
     "DELETE FROM subscription_registry WHERE tenant = ? AND subscription = ?",
@@ -43,6 +47,9 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 10
     timeout_s: float = 300.0
     dead_letter_stream: str | None = None
+    overflow: Overflow = Overflow.WAIT
+    max_backlog: int | None = None
+    filter: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 def globs(pattern: str) -> list[tuple[str, int]]:
@@ -82,6 +89,9 @@ class Registry:
 
         def write(tx: Transaction) -> None:
             where = (self._tenant, registered.id)
+            target = tx.db.execute(ELSEWHERE, where).get
+            if target is not None:
+                raise Conflict(f"{registered.id} is a subscription of another kind ({target})", hint="use another id")
             tx.db.execute(SAVE, (*where, text, tx.now_us))
             if tx.db.changes():
                 tx.db.execute(FORGET[1], where)

@@ -16,15 +16,17 @@ from postbus.store.records import EVENT_FIELDS
 from postbus.topics import check_pattern, matches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import apsw
 
     from postbus.log.sqlite import SqliteLog
 
-__all__ = ["UNSETTLED", "EventQuery", "Found", "find_events"]
+__all__ = ["UNSETTLED", "EventQuery", "Found", "FoundPage", "find_events", "find_news", "find_page"]
 
 BLOCK = 256
+PAGE_BYTES_MAX = 4 * 1024 * 1024
+SCANNED_MAX = 10_000
 LAST_SEQ = (1 << 63) - 1
 
 NEXT_SEQ = "SELECT IFNULL((SELECT next_seq FROM projection_place WHERE name = 'log'), 0)"
@@ -35,6 +37,8 @@ ROWS = SELECT + "seq BETWEEN ? AND ? ORDER BY seq DESC"
 CORRELATED = """
     SELECT seq FROM correlation_rows WHERE correlation_id = ? AND seq BETWEEN ? AND ? ORDER BY seq DESC
 """
+NEWS = f"{SELECT}seq > ? ORDER BY seq LIMIT {SCANNED_MAX}"
+END = "SELECT IFNULL(max(seq), 0) FROM events"
 TOPICS = "SELECT DISTINCT topic FROM topic_blocks"
 BLOCKS = "SELECT block FROM topic_blocks WHERE topic = ? AND block BETWEEN ? AND ?"
 SPAN = "SELECT min(first_seq), max(last_seq) FROM time_buckets WHERE minute BETWEEN ? AND ?"
@@ -68,7 +72,10 @@ CANDIDATES = {
 
 
 class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look for; every part that is given must hold. ``topic`` is a pattern, the span is half-open."""
+    """What to look for; every part that is given must hold. ``topic`` is a pattern, the span is half-open.
+
+    ``before`` is the number in ``event_journal`` below which to look.
+    """
 
     tenant: str
     topic: str | None = None
@@ -76,6 +83,7 @@ class EventQuery(msgspec.Struct, frozen=True, kw_only=True):
     since_us: int | None = None
     until_us: int | None = None
     status: DeliveryStatus | None = None
+    before: int | None = None
     limit: int = 100
 
 
@@ -87,6 +95,18 @@ class Found(msgspec.Struct, frozen=True):
     status: DeliveryStatus
     error: str | None
     processed_at_us: int | None
+
+
+class FoundPage(msgspec.Struct, frozen=True):
+    """Some events that fit, in the order they were appended.
+
+    ``older``: the number before which to look for more, None when there are no more. ``end``: the number after which
+    news will be.
+    """
+
+    events: list[Found]
+    older: int | None
+    end: int
 
 
 async def find_events(log: SqliteLog, query: EventQuery) -> list[Found]:
@@ -102,20 +122,65 @@ async def find_events(log: SqliteLog, query: EventQuery) -> list[Found]:
     return await log.store.read(look)
 
 
+async def find_page(log: SqliteLog, query: EventQuery, visible: Callable[[str], bool]) -> FoundPage:
+    """Return the latest events that fit, of the streams that are visible; looks at a bounded part of the log."""
+    if query.topic is not None:
+        check_pattern(query.topic)
+
+    def look(db: apsw.Connection) -> FoundPage:
+        end, chosen, size, older = int(db.execute(END).get), list[Found](), 0, None
+        rows = _candidates(db, query) if query.limit else iter(())
+        for scanned, row in enumerate(rows):
+            if len(chosen) == query.limit or size > PAGE_BYTES_MAX or scanned == SCANNED_MAX:
+                return FoundPage(chosen[::-1], older, end)
+            older = row[0]
+            if _fits(row, query) and visible(row[1]):
+                found = _found(db, row)
+                if query.status in (None, found.status):
+                    chosen.append(found)
+                    size += len(found.event.payload_json)
+        return FoundPage(chosen[::-1], None, end)
+
+    return await log.store.read(look)
+
+
+async def find_news(log: SqliteLog, query: EventQuery, after: int, visible: Callable[[str], bool]) -> FoundPage:
+    """Return the first events after a number in ``event_journal`` that fit; whoever goes on from ``end`` misses none.
+
+    Numbers are given anew after the very last events of the log were removed: then it goes on from its end.
+    """
+    if query.topic is not None:
+        check_pattern(query.topic)
+
+    def look(db: apsw.Connection) -> FoundPage:
+        end, chosen, size = min(after, int(db.execute(END).get)), list[Found](), 0
+        for row in db.execute(NEWS, (end,)):
+            if len(chosen) == query.limit or size > PAGE_BYTES_MAX:
+                break
+            end = row[0]
+            if _fits(row, query) and visible(row[1]):
+                chosen.append(_found(db, row))
+                size += len(chosen[-1].event.payload_json)
+        return FoundPage(chosen, None, end)
+
+    return await log.store.read(look)
+
+
 def _candidates(db: apsw.Connection, query: EventQuery) -> Iterator[tuple[Any, ...]]:
     """Yield rows that may fit, newest first."""
     following = int(db.execute(NEXT_SEQ).get)
-    first, last = 0, following - 1
+    top = LAST_SEQ if query.before is None else query.before - 1
+    first, last = 0, min(following - 1, top)
     if query.since_us is not None or query.until_us is not None:
         minutes = ((query.since_us or 0) // 60_000_000, (query.until_us or LAST_SEQ) // 60_000_000)
         low, high = db.execute(SPAN, minutes).get
         first, last = (following, following - 1) if low is None else (low, min(high, last))
     if query.status in CANDIDATES:
         for (seq,) in db.execute(f"{CANDIDATES[query.status]} ORDER BY 1 DESC"):
-            if seq >= following or first <= seq <= last:
+            if seq <= top and (seq >= following or first <= seq <= last):
                 yield from db.execute(ROW, (seq,))
         return
-    yield from db.execute(ROWS, (following, LAST_SEQ))
+    yield from db.execute(ROWS, (following, top))
     if query.correlation_id is not None:
         for (seq,) in db.execute(CORRELATED, (query.correlation_id, first, last)):
             yield from db.execute(ROW, (seq,))

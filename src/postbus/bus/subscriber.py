@@ -11,6 +11,7 @@ from postbus.bus.context import Context, current
 from postbus.bus.registry import whole
 from postbus.delivery.dead import SUFFIX, bury, grave
 from postbus.delivery.runner import Runner, RunnerSettings
+from postbus.filters import compile_filter
 from postbus.model import Ordering, Reject, Retry
 from postbus.topics import PatternTrie, matches
 
@@ -38,6 +39,7 @@ class Subscriber:
         self.start = start
         self.heads = heads
         self.placed = False
+        self._filter = compile_filter(registered.filter) if registered.filter else None
         self._handlers: list[tuple[str, Bound]] = []
         self._trie: PatternTrie[int] = PatternTrie()
         self._wholes: dict[str, frozenset[int]] = {}
@@ -78,9 +80,15 @@ class Subscriber:
         self.registered = msgspec.structs.replace(self.registered, patterns=patterns)
         self.wrap()
 
-    def wants(self, stream: str, topic: str) -> bool:
-        """Say whether any handler wants an event of a stream on a topic."""
+    def wants_topic(self, stream: str, topic: str) -> bool:
+        """Say whether any handler may want an event of a stream on a topic."""
         return bool(self._trie.match(topic) or self._whole(stream))
+
+    def wants(self, event: Event) -> bool:
+        """Say whether any handler wants an event."""
+        if not (self._trie.match(event.topic) or self._whole(event.stream)):
+            return False
+        return self._filter is None or self._filter.matches(event)
 
     def _whole(self, stream: str) -> frozenset[int]:
         """Return the handlers that want everything in a stream."""
@@ -134,8 +142,9 @@ class Subscriber:
             batch=batch,
             lease_s=lease_s,
             poll_s=poll_s,
+            backlog_max=kept.max_backlog,
         )
-        self._runner = Runner(settings, log, table, bus.clock, self.wants, self._handle, self._bury)
+        self._runner = Runner(settings, log, table, bus.clock, self.wants_topic, self.wants, self._handle, self._bury)
         self._runner.start()
 
     def add_lane(self, stream: str, partition: int) -> None:
@@ -168,8 +177,15 @@ class Subscriber:
         """What this process did for it since it started."""
         runner = self._runner
         if runner is None:
-            return {"handled": 0, "failed": 0, "dead": 0, "running": 0}
-        return {"handled": runner.handled, "failed": runner.failed, "dead": runner.dead, "running": len(runner.running)}
+            return dict.fromkeys(("handled", "failed", "dead", "dropped", "filter_errors", "running"), 0)
+        return {
+            "handled": runner.handled,
+            "failed": runner.failed,
+            "dead": runner.dead,
+            "dropped": runner.dropped,
+            "filter_errors": self._filter.errors if self._filter is not None else 0,
+            "running": len(runner.running),
+        }
 
     def wrap(self) -> None:
         """Put the middleware there is around every handler."""
@@ -178,7 +194,9 @@ class Subscriber:
             calls = [_around(around, inner) for inner in calls]
         self._calls = calls
 
-    async def _handle(self, event: Event, _work: Work) -> None:
+    async def _handle(self, event: Event, work: Work) -> None:
+        if work.row is not None and self._filter is not None and not self._filter.matches(event):
+            return  # recovered after a crash, where only its topic was looked at
         assert self._bus is not None  # noqa: S101 - set before the runner starts
         assert self._log is not None  # noqa: S101 - set before the runner starts
         context = Context(self._bus, self._log, event, self.registered.id)

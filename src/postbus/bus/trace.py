@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from postbus.log.sqlite import SqliteLog
 
-__all__ = ["Step", "Trace", "TracedDelivery", "trace"]
+__all__ = ["Step", "Trace", "TracedDelivery", "trace", "trees"]
 
 STEPS_MAX = 5_000
 
@@ -104,7 +104,7 @@ async def trace(log: SqliteLog, name: str, tenant: str) -> Trace:
     steps = await log.store.read(lambda db: [_step(db, event, first_us) for event in chosen])
     return Trace(
         correlation_id=correlation_id,
-        roots=_trees([step for step in steps if step is not None]),
+        roots=trees([step for step in steps if step is not None]),
         events=len(events),
         left_out=len(events) - len(chosen),
     )
@@ -149,7 +149,7 @@ def _step(db: apsw.Connection, event: Event, first_us: int) -> Step | None:
     )
 
 
-def _trees(steps: list[Step]) -> list[Step]:
+def trees(steps: list[Step]) -> list[Step]:
     """Hang each step below the one that caused it; a cause that is not there makes it a root."""
     known: dict[str, Step] = {}
     roots: list[Step] = []

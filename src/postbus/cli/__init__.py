@@ -15,10 +15,32 @@ import typer
 import typer.main
 
 from postbus import __version__
-from postbus.cli import bus, demo, dlq, log, store, trace, upkeep
+from postbus.cli import (
+    agents,
+    bus,
+    consumers,
+    deliveries,
+    demo,
+    dlq,
+    filters,
+    inbox,
+    keys,
+    log,
+    pipeline_inboxes,
+    quota,
+    schemas,
+    serve,
+    sources,
+    spool,
+    store,
+    timers,
+    topics,
+    trace,
+    upkeep,
+)
 from postbus.cli.options import examples
 from postbus.cli.output import complain
-from postbus.model import Conflict, CorruptLog, Invalid, NotFound, PostbusError, StorageError
+from postbus.model import Conflict, CorruptLog, Invalid, NotFound, PostbusError, StorageError, Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +54,7 @@ EXIT_CODES: tuple[tuple[type[PostbusError], int], ...] = (
     (NotFound, 4),
     (Conflict, 5),
     (Invalid, 2),
+    (Unreachable, 7),
 )
 
 app = typer.Typer(
@@ -65,12 +88,13 @@ def root(
 ) -> None:
     """The durable event bus with inboxes for AI agents.
 
-    Everything is kept in one data folder: `--data DIR`, or `POSTBUS_DATA`, or `./postbus-data`. With `--json` a command
-    prints one JSON document on stdout (`read` and `tail`: one on each line) and an error as JSON on stderr.
+    Everything is kept in one data folder: `--data DIR`, or `POSTBUS_DATA`, or `./postbus-data`. Most commands also work
+    on a server: `--url URL`, or `POSTBUS_URL`, with its key in `POSTBUS_KEY`. With `--json` a command prints one JSON
+    document on stdout (`read` and `tail`: one on each line) and an error as JSON on stderr.
 
     Exit codes: 0 done, 1 refused, 2 wrong usage or a bad value, 3 the log is damaged, 4 not found, 5 conflict, 6 the
-    store cannot be used (full, failed, busy), 130 interrupted, 141 nobody reads the output. `POSTBUS_DEBUG=1` shows
-    where an unexpected error came from.
+    store cannot be used (full, failed, busy), 7 the server cannot be reached, 130 interrupted, 141 nobody reads the
+    output. `POSTBUS_DEBUG=1` shows where an unexpected error came from.
     """
 
 
@@ -78,9 +102,23 @@ app.add_typer(demo.commands)
 app.add_typer(bus.commands)
 app.add_typer(trace.commands)
 app.add_typer(dlq.commands, name="dlq", rich_help_panel="Bus")
+app.add_typer(spool.commands, name="spool", rich_help_panel="Bus")
+app.add_typer(filters.commands, name="filter", rich_help_panel="Bus")
+app.add_typer(schemas.commands, name="schemas", rich_help_panel="Bus")
+app.add_typer(sources.commands, name="sources", rich_help_panel="Inboxes")
+app.add_typer(deliveries.commands, name="deliveries", rich_help_panel="Inboxes")
+app.add_typer(agents.commands, name="agents", rich_help_panel="Inboxes")
+app.add_typer(inbox.commands, name="inbox", rich_help_panel="Inboxes")
+app.add_typer(timers.commands, name="timers", rich_help_panel="Inboxes")
+app.add_typer(serve.commands)
+app.add_typer(topics.commands, name="topics", rich_help_panel="Server")
+app.add_typer(keys.commands, name="keys", rich_help_panel="Server")
+app.add_typer(quota.commands, name="quota", rich_help_panel="Server")
 app.add_typer(log.commands)
+app.add_typer(consumers.commands)
 app.add_typer(store.commands)
 app.add_typer(upkeep.commands)
+app.add_typer(pipeline_inboxes.commands, name="pipeline", rich_help_panel="Pipeline")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,4 +168,6 @@ def _usage(error: typer.TyperException) -> Invalid:
         return Invalid(message, hint="see `postbus --help`")
     early = context.parent is None and message.startswith("No such option")
     hint = f"see `{context.command_path} --help`"
+    if not early and message.startswith("No such option: --url"):
+        hint = "this works on a data folder only: run it on the server's machine with --data"
     return Invalid(message, hint=f"options follow the command they are for; {hint}" if early else hint)

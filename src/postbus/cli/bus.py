@@ -19,12 +19,18 @@ from postbus.cli.log import STDIN_BYTES_MAX
 from postbus.cli.options import (
     CLOCK,
     DATA,
+    SOURCE,
     TENANT,
+    ApiKey,
     Data,
     Json,
+    OccurredAt,
+    Source,
     Tenant,
+    Url,
     Yes,
     address_of,
+    connected,
     examples,
     headers_of,
     moment_of,
@@ -33,7 +39,7 @@ from postbus.cli.options import (
 )
 from postbus.cli.output import count, short
 from postbus.envelope import draft
-from postbus.model import DeliveryStatus, NotFound, instant
+from postbus.model import DeliveryStatus, Invalid, NotFound, instant
 from postbus.topics import check_pattern, matches
 
 if TYPE_CHECKING:
@@ -45,6 +51,8 @@ if TYPE_CHECKING:
 __all__ = ["commands", "state_facts", "state_rows"]
 
 NUMBER_CHARS_MAX = 18
+FOLLOW_PATIENCE_S = 600.0
+NAME_DOTS = 2
 STATE_COLUMNS = ("SUBSCRIPTION", "PATTERNS", "LAG", "PENDING", "RUNNING", "WAITING", "DEAD", "OWNER")
 
 commands = typer.Typer()
@@ -69,7 +77,7 @@ def publish(
         str, typer.Argument(metavar="JSON", help="The payload, kept byte for byte; - reads it from stdin.")
     ],
     *,
-    source: Annotated[str, typer.Option(help="What produced the event, as in github:owner/repo.")] = "cli",
+    source: Source = None,
     key: Annotated[str | None, typer.Option(help="Events with the same key are handled in order.")] = None,
     native_id: Annotated[
         str | None, typer.Option(help="The producer's own id: publishing it again changes nothing.")
@@ -78,19 +86,20 @@ def publish(
     header: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header; may be repeated.")] = None,
     metadata: Annotated[str | None, typer.Option(metavar="JSON", help="Facts about the event, a JSON object.")] = None,
     correlation_id: Annotated[str | None, typer.Option(help="What joins events of one conversation.")] = None,
-    occurred_at: Annotated[
-        str | None, typer.Option(metavar="INSTANT", help="When it happened, as in 2026-01-31T12:00:00Z. Default: now.")
-    ] = None,
+    occurred_at: OccurredAt = None,
     no_create: Annotated[
         bool, typer.Option("--no-create", help="Refuse a data folder without a store instead of making one.")
     ] = False,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Publish an event; it is durable when the command returns, and handlers of running processes are woken.
 
-    It goes to the stream that is registered under exactly this topic, else to the tenant's journal.
+    It goes to the stream that is registered under exactly this topic, else to the tenant's journal. A server only takes
+    registered topics (see `postbus topics`): namespace.tenant.name, or just NAME for one of the tenant's.
     """
     raw = sys.stdin.buffer.read(STDIN_BYTES_MAX) if payload == "-" else os.fsencode(payload)
     facts: dict[str, Any] = {
@@ -102,13 +111,24 @@ def publish(
         "native_id": native_id,
         "occurred_at": occurred_at,
     }
-    draft(topic, source, raw, **facts)  # whatever is wrong with it is said before anything is made
+    draft(topic, source or SOURCE, raw, **facts)  # whatever is wrong with it is said before anything is made
 
     async def run() -> Receipt:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                return await server.publish(_registered(topic), raw, source=source, **facts)
         async with opened_bus(data, tenant, create=not no_create) as bus:
-            return await bus.publish(topic, source, raw, **facts)
+            return await bus.publish(topic, source or SOURCE, raw, **facts)
 
     output.receipt(asyncio.run(run()), "published", as_json=json)
+
+
+def _registered(topic: str) -> str:
+    """Return a topic that a server may have; refuses those that only a journal takes."""
+    if topic.count(".") in (0, NAME_DOTS):
+        return topic
+    message = f"a server takes registered topics only, and {topic} cannot be one"
+    raise Invalid(message, hint="give NAME or namespace.tenant.name; see `postbus topics create --help`")
 
 
 # --- tail -------------------------------------------------------------------------------------------------------------
@@ -133,36 +153,50 @@ def tail(
     follow_: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new events as they come.")] = False,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Print the last events that were published, one per line, and with `--follow` the next ones.
 
     Looks at the journal and at every stream of the tenant but the dead letters (see `postbus dlq`). Nothing changes:
-    no subscription moves.
+    no subscription moves. A server that cannot be reached for a while is waited for, and nothing is missed.
     """
     check_pattern(pattern)
+    topic = None if pattern == ">" else pattern
+    query = EventQuery(tenant=tenant, topic=topic, limit=limit)
 
     def show(page: list[Event]) -> None:
         output.events(page, as_json=json, name=lambda event: short(event.id, tenant))
 
+    def end(latest: list[Found]) -> None:
+        if not follow_ and not latest and not json:
+            output.note("no events there")
+
+    async def run_there(url: str) -> None:
+        async with connected(url, api_key, tenant) as server:
+            found = await server.find(query)
+        show([one.event for one in found.events])
+        end(found.events)
+        if follow_:
+            async with connected(url, api_key, tenant, patience_s=FOLLOW_PATIENCE_S) as server:
+                async for page in server.news(query, found.end):
+                    show(page)
+
     async def run() -> None:
         async with opened_store(data) as log:
             places = await ends(log, tenant)
-            latest: list[Found] = []
-            if limit:
-                topic = None if pattern == ">" else pattern
-                latest = await find_events(log, EventQuery(tenant=tenant, topic=topic, limit=limit))
+            latest = await find_events(log, query) if limit else []
             epochs = {name: epoch for name, epoch, _ in places}
             page = [found.event for found in latest]
             # What came since the ends were noted is seen while following.
             show([e for e in page if e.offset < places.get((e.stream, epochs.get(e.stream, -1), e.partition), 0)])
-            if not follow_ and not latest and not json:
-                output.note("no events there")
+            end(latest)
             if follow_:
                 async for page in follow(log, tenant, places):
                     show([event for event in page if matches(pattern, event.topic)])
 
-    asyncio.run(run())
+    asyncio.run(run() if url is None else run_there(url))
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -193,6 +227,8 @@ def events(
     limit: Annotated[int, typer.Option(min=1, help="How many at most: the latest ones.")] = 100,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Find events and what became of them; the latest ones that fit, oldest first.
@@ -211,6 +247,9 @@ def events(
     )
 
     async def run() -> list[Found]:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                return (await server.find(query)).events
         async with opened_store(data) as log:
             return await find_events(log, query)
 
@@ -261,6 +300,8 @@ def subscriptions(
     yes: Yes = False,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """List the subscriptions: what they read, how far they are, and which process works on them.
@@ -269,15 +310,31 @@ def subscriptions(
     those in the hands of a handler, waiting those that wait for a retry, dead those with an open dead letter. The owner
     is the process that calls the handlers now.
     """
-    if delete is not None:
-        _delete(delete, tenant, data, ask=not yes, as_json=json)
-        return
 
     async def run() -> list[SubscriptionState]:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                return await server.states()
         async with opened_store(data) as log:
             return await subscription_states(log, CLOCK, tenant)
 
+    async def forget(name: str) -> None:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                await server.forget(name)
+            return
+        async with opened_bus(data, tenant) as bus:
+            await bus.delete_subscription(name)
+
     found = asyncio.run(run())
+    if delete is not None:
+        state = _chosen(found, delete, ask=not yes)
+        asyncio.run(forget(delete))
+        if json:
+            output.document({"deleted": state_facts(state)})
+        else:
+            output.say(f"deleted {delete}")
+        return
     if json:
         output.document({"subscriptions": [state_facts(state) for state in found]})
     elif found:
@@ -286,29 +343,16 @@ def subscriptions(
         output.note("no subscriptions yet; a program that subscribes makes them")
 
 
-def _delete(name: str, tenant: str, data: str, *, ask: bool, as_json: bool) -> None:
-    async def look() -> SubscriptionState:
-        async with opened_store(data) as log:
-            for state in await subscription_states(log, CLOCK, tenant):
-                if state.registered.id == name:
-                    return state
+def _chosen(states: list[SubscriptionState], name: str, *, ask: bool) -> SubscriptionState:
+    """Return the subscription of that id, once it is certain that it is to go."""
+    state = next((state for state in states if state.registered.id == name), None)
+    if state is None:
         raise NotFound(f"there is no subscription {name}", hint="see `postbus subscriptions`")
-
-    state = asyncio.run(look())
     if ask:
         facts = f"lag {state.lag:,}, {state.waiting:,} waiting, {count(state.dead, 'open dead letter')}"
         owned = f"; process {state.owners[0]} works on it now" if state.owners else ""
         output.confirm(f"Forget the subscription {name} and its place ({facts}{owned})?")
-
-    async def forget() -> None:
-        async with opened_bus(data, tenant) as bus:
-            await bus.delete_subscription(name)
-
-    asyncio.run(forget())
-    if as_json:
-        output.document({"deleted": state_facts(state)})
-    else:
-        output.say(f"deleted {name}")
+    return state
 
 
 def state_facts(state: SubscriptionState) -> dict[str, Any]:

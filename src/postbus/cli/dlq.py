@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,11 +19,14 @@ from postbus.cli.options import (
     CLOCK,
     DATA,
     TENANT,
+    ApiKey,
     Data,
     Json,
     Tenant,
+    Url,
     Yes,
     address_of,
+    connected,
     examples,
     opened_store,
 )
@@ -30,6 +34,9 @@ from postbus.cli.output import ago, count, short
 from postbus.model import Conflict, instant
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from postbus.cli.remote import Remote
     from postbus.delivery.dead import DeadEntry
     from postbus.log.sqlite import SqliteLog
     from postbus.model import Event
@@ -67,6 +74,45 @@ def dlq() -> None:
     """
 
 
+class _Folder:
+    """The dead letters in a data folder, with the calls that a server has."""
+
+    def __init__(self, log: SqliteLog, tenant: str) -> None:
+        self._log = log
+        self._tenant = tenant
+        self._letters = dead_letters(log, CLOCK, tenant)
+
+    async def find_letters(
+        self, *, subscription: str | None, topic: str | None, reason: str | None, state: str | None, limit: int | None
+    ) -> list[DeadEntry]:
+        return await self._letters.find(subscription=subscription, topic=topic, reason=reason, state=state, limit=limit)
+
+    async def letter(self, letter: str) -> DeadEntry:
+        return await self._letters.show(letter)
+
+    async def letter_event(self, entry: DeadEntry) -> Event | None:
+        stream, partition, offset = parse_address(entry.id)
+        found = await self._log.fetch(stream, partition, offset, 1)
+        return found[0] if found and found[0].offset == offset else None
+
+    async def replay_letters(self, entries: list[DeadEntry], per_second: float | None) -> int:
+        return await self._letters.replay(entries, per_second=per_second)
+
+    async def purge_letters(self, entries: list[DeadEntry]) -> int:
+        return await purge_letters(self._log, CLOCK, self._tenant, entries, "cli")
+
+
+@asynccontextmanager
+async def _opened(data: str, url: str | None, api_key: str | None, tenant: str) -> AsyncIterator[_Folder | Remote]:
+    """Open the dead letters of a data folder, or of a server if there is a URL."""
+    if url is not None:
+        async with connected(url, api_key, tenant) as server:
+            yield server
+    else:
+        async with opened_store(data) as log:
+            yield _Folder(log, tenant)
+
+
 # --- list -------------------------------------------------------------------------------------------------------------
 
 
@@ -89,13 +135,15 @@ def list_(
     limit: Annotated[int | None, typer.Option(min=1, help="How many at most: the oldest ones. Default: all.")] = None,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """List the open dead letters, oldest first."""
 
     async def run() -> list[DeadEntry]:
-        async with opened_store(data) as log:
-            return await dead_letters(log, CLOCK, tenant).find(
+        async with _opened(data, url, api_key, tenant) as letters:
+            return await letters.find_letters(
                 subscription=subscription, topic=topic, reason=reason, state=None if every else "open", limit=limit
             )
 
@@ -136,14 +184,16 @@ def show(
     *,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Show one dead letter: what died, for whom, why, and the event itself."""
 
     async def run() -> tuple[DeadEntry, Event | None]:
-        async with opened_store(data) as log:
-            entry = await dead_letters(log, CLOCK, tenant).show(address_of(letter, tenant))
-            return entry, await _event(log, entry)
+        async with _opened(data, url, api_key, tenant) as letters:
+            entry = await letters.letter(address_of(letter, tenant))
+            return entry, await letters.letter_event(entry)
 
     entry, event = asyncio.run(run())
     if json:
@@ -173,13 +223,6 @@ def show(
     output.say(f"{'payload':<13} {' '.join(entry.payload.splitlines())}")
 
 
-async def _event(log: SqliteLog, entry: DeadEntry) -> Event | None:
-    """Return the dead letter as the event it is kept as."""
-    stream, partition, offset = parse_address(entry.id)
-    found = await log.fetch(stream, partition, offset, 1)
-    return found[0] if found and found[0].offset == offset else None
-
-
 def _exported(entry: DeadEntry, event: Event | None) -> dict[str, Any]:
     """Return everything there is to know of a dead letter."""
     return {**_facts(entry), "event": None if event is None else msgspec.Raw(event.to_json())}
@@ -206,6 +249,8 @@ def replay(
     rate: Annotated[float | None, typer.Option(min=0.001, help="At most that many a second.")] = None,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Deliver dead letters again to the subscription they came from, with attempts from 0.
@@ -218,10 +263,10 @@ def replay(
         raise typer.BadParameter(message, param_hint="'ID'")
 
     async def run() -> tuple[int, int]:
-        async with opened_store(data) as log:
-            chosen = await _chosen(log, letter, subscription, topic, reason, tenant)
+        async with _opened(data, url, api_key, tenant) as letters:
+            chosen = await _chosen(letters, letter, subscription, topic, reason, tenant)
             with output.progress("replaying"):
-                return await dead_letters(log, CLOCK, tenant).replay(chosen, per_second=rate), len(chosen)
+                return await letters.replay_letters(chosen, rate), len(chosen)
 
     done, chosen = asyncio.run(run())
     if json:
@@ -234,7 +279,7 @@ def replay(
 
 
 async def _chosen(
-    log: SqliteLog,
+    letters: _Folder | Remote,
     letter: list[str] | None,
     subscription: str | None,
     topic: str | None,
@@ -242,12 +287,13 @@ async def _chosen(
     tenant: str,
 ) -> list[DeadEntry]:
     """Return the open dead letters that are named, or that fit; refuses a name that is not of an open one."""
-    letters = dead_letters(log, CLOCK, tenant)
     if not letter:
-        return await letters.find(subscription=subscription, topic=topic, reason=reason)
+        return await letters.find_letters(
+            subscription=subscription, topic=topic, reason=reason, state="open", limit=None
+        )
     if subscription is not None or topic is not None or reason is not None:
         raise typer.BadParameter("give ids or a filter, one of the two", param_hint="'ID'")
-    named = [await letters.show(address_of(one, tenant)) for one in dict.fromkeys(letter)]
+    named = [await letters.letter(address_of(one, tenant)) for one in dict.fromkeys(letter)]
     for entry in named:
         if entry.state != "open":
             raise Conflict(f"dead letter {entry.id} was {entry.state} already", hint="see `postbus dlq list`")
@@ -277,6 +323,8 @@ def purge(
     yes: Yes = False,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Put dead letters away for good: those named, or all open ones that fit, or simply all open ones.
@@ -285,18 +333,18 @@ def purge(
     """
 
     async def look() -> list[DeadEntry]:
-        async with opened_store(data) as log:
-            return await _chosen(log, letter, subscription, topic, reason, tenant)
+        async with _opened(data, url, api_key, tenant) as letters:
+            return await _chosen(letters, letter, subscription, topic, reason, tenant)
 
     chosen = asyncio.run(look())
     if chosen and not yes:
         output.confirm(f"Put away {count(len(chosen), 'open dead letter')} for good?")
 
     async def run() -> int:
-        async with opened_store(data) as log:
+        async with _opened(data, url, api_key, tenant) as letters:
             if export is not None:
-                await _write(log, chosen, export)
-            return await purge_letters(log, CLOCK, tenant, chosen, "cli")
+                await _write(letters, chosen, export)
+            return await letters.purge_letters(chosen)
 
     done = asyncio.run(run())
     if json:
@@ -306,7 +354,7 @@ def purge(
     output.say(f"purged {count(done, 'dead letter')}{kept}")
 
 
-async def _write(log: SqliteLog, chosen: list[DeadEntry], path: Path) -> None:
+async def _write(letters: _Folder | Remote, chosen: list[DeadEntry], path: Path) -> None:
     """Write dead letters to a new file, which is on disk when this returns."""
     try:
         file = path.open("xb")
@@ -316,6 +364,6 @@ async def _write(log: SqliteLog, chosen: list[DeadEntry], path: Path) -> None:
     with file, output.progress("exporting") as advance:
         for number, entry in enumerate(chosen):
             advance(number, len(chosen))
-            file.write(msgspec.json.encode(_exported(entry, await _event(log, entry))) + b"\n")
+            file.write(msgspec.json.encode(_exported(entry, await letters.letter_event(entry))) + b"\n")
         file.flush()
         os.fsync(file.fileno())

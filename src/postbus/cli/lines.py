@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 
-from postbus.cli.options import opened
 from postbus.cli.output import progress
 from postbus.model import PostbusError
 from postbus.strict_json import BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractAsyncContextManager
 
-    from postbus.log import Log
+    from postbus.cli.remote import Remote
+    from postbus.log import SqliteLog
     from postbus.model import Draft
 
 __all__ = ["Appended", "append"]
@@ -38,7 +39,14 @@ class Appended(msgspec.Struct):
     duplicates: int = 0
 
 
-def append(file: BinaryIO, stream: str, make: Callable[[bytes, int], Draft], *, data: str, create: bool) -> Appended:
+def append(
+    file: BinaryIO,
+    stream: str,
+    make: Callable[[bytes, int], Draft],
+    reach: Callable[[], AbstractAsyncContextManager[SqliteLog | Remote]],
+    *,
+    create: bool,
+) -> Appended:
     """Append an event for each line, chunk by chunk; a chunk is appended as a whole or not at all.
 
     Nothing is opened or made before the first chunk is found good. Raises what ``make`` and the log raise, with the
@@ -48,12 +56,12 @@ def append(file: BinaryIO, stream: str, make: Callable[[bytes, int], Draft], *, 
     size = _size(file)
     # Reading happens between the loop's runs, where an interrupt ends even a wait for input at once.
     with asyncio.Runner() as runner, ExitStack() as stack, progress("appending") as advance:
-        log: Log | None = None
+        log: SqliteLog | Remote | None = None
         for chunk, position in _chunks(file):
             try:
                 drafts = [_numbered(make, raw, done.lines + index) for index, raw in enumerate(chunk, 1) if raw]
                 if log is None:
-                    log = _open(runner, stack, data, stream, create=create)
+                    log = _open(runner, stack, reach(), stream, create=create)
                 receipts = runner.run(log.append(stream, drafts))
             except PostbusError as error:
                 error.hint = "; ".join(filter(None, (error.hint, _so_far(done))))
@@ -66,8 +74,14 @@ def append(file: BinaryIO, stream: str, make: Callable[[bytes, int], Draft], *, 
     return done
 
 
-def _open(runner: asyncio.Runner, stack: ExitStack, data: str, stream: str, *, create: bool) -> Log:
-    opening = opened(data, create=create)
+def _open(
+    runner: asyncio.Runner,
+    stack: ExitStack,
+    opening: AbstractAsyncContextManager[SqliteLog | Remote],
+    stream: str,
+    *,
+    create: bool,
+) -> SqliteLog | Remote:
     log = runner.run(opening.__aenter__())
     stack.callback(lambda: runner.run(opening.__aexit__(None, None, None)))
     if create:

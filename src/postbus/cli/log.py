@@ -1,10 +1,11 @@
-"""The commands of the log: append, read, streams, consumers, lag."""
+"""The commands of the log: append, read, streams."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -14,29 +15,39 @@ from rich.filesize import decimal
 from postbus.cli import lines, output
 from postbus.cli.options import (
     DATA,
+    SOURCE,
+    ApiKey,
     Data,
     Json,
+    OccurredAt,
     OptionalStream,
+    Source,
     StreamName,
+    Url,
+    connected,
     examples,
     headers_of,
-    opened,
+    reached,
     start_of,
 )
 from postbus.envelope import draft
+from postbus.log import SqliteLog
 from postbus.log.cursors import check_partition, no_consumer
 from postbus.model import Start, StartPolicy, StreamSettings, instant
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from contextlib import AbstractAsyncContextManager
 
+    from postbus.cli.remote import Remote
     from postbus.log import Log
-    from postbus.model import Consumer, ConsumerLag, Draft, Event, Receipt, StreamStats
+    from postbus.model import Draft, Event, Receipt, StreamStats
 
 __all__ = ["commands"]
 
 PAGE = 100
 FOLLOW_S = 3600.0
+FOLLOW_PATIENCE_S = 600.0
 STDIN_BYTES_MAX = 64 * 1024 * 1024
 EARLIEST = Start(policy=StartPolicy.EARLIEST)
 
@@ -64,7 +75,7 @@ def append(
     ] = None,
     *,
     topic: Annotated[str | None, typer.Option(help="The event's topic. Default: the stream's last token.")] = None,
-    source: Annotated[str, typer.Option(help="What produced the event, as in github:owner/repo.")] = "cli",
+    source: Source = None,
     key: Annotated[str | None, typer.Option(help="Events with the same key stay in order, in one partition.")] = None,
     native_id: Annotated[
         str | None,
@@ -74,9 +85,7 @@ def append(
     header: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header; may be repeated.")] = None,
     metadata: Annotated[str | None, typer.Option(metavar="JSON", help="Facts about the event, a JSON object.")] = None,
     correlation_id: Annotated[str | None, typer.Option(help="What joins events of one conversation.")] = None,
-    occurred_at: Annotated[
-        str | None, typer.Option(metavar="INSTANT", help="When it happened, as in 2026-01-31T12:00:00Z. Default: now.")
-    ] = None,
+    occurred_at: OccurredAt = None,
     file: Annotated[
         typer.FileBinaryRead | None,
         typer.Option(metavar="PATH", help="Append one event for each line, a JSON value; - is stdin."),
@@ -85,6 +94,8 @@ def append(
         bool, typer.Option("--no-create", help="Refuse a stream that is missing instead of making it.")
     ] = False,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Append an event to a stream; it is durable when the command returns.
@@ -94,14 +105,21 @@ def append(
     With `--file`, lines are appended in chunks of at most 1000, as they arrive; empty lines are passed over. A bad line
     is refused with its number and nothing of its chunk is appended; the hint says how far the file is appended. With
     `--native-id` too, the whole file can be appended again once it is mended: what is there already stays as it is.
+
+    A server only takes streams that are there (see `postbus topics`), and their full name is the events' topic.
     """
     if (payload is None) == (file is None):
         raise typer.BadParameter("give the JSON value or --file PATH, one of the two", param_hint="'JSON'")
+    if url is not None and topic not in (None, stream):
+        raise typer.BadParameter("behind a server the topic is the stream's full name", param_hint="'--topic'")
+    create = url is None and not no_create
+
+    reach = partial(reached, data, url, api_key, stream.rpartition(".")[0], create=create)
 
     def make(raw: bytes, line: int | None = None) -> Draft:
         return draft(
             topic or stream.rpartition(".")[2],
-            source,
+            source or SOURCE,
             raw,
             variant=variant or "",
             key=key,
@@ -113,15 +131,17 @@ def append(
         )
 
     if file is not None:
-        _show_lines(lines.append(file, stream, make, data=data, create=not no_create), as_json=json)
+        _show_lines(lines.append(file, stream, make, reach, create=create), as_json=json)
     elif payload is not None:
         raw = sys.stdin.buffer.read(STDIN_BYTES_MAX) if payload == "-" else os.fsencode(payload)
-        receipt = asyncio.run(_append(data, stream, make(raw), create=not no_create))
+        receipt = asyncio.run(_append(reach(), stream, make(raw), create=create))
         output.receipt(receipt, "appended", as_json=json)
 
 
-async def _append(data: str, stream: str, event: Draft, *, create: bool) -> Receipt:
-    async with opened(data, create=create) as log:
+async def _append(
+    opening: AbstractAsyncContextManager[SqliteLog | Remote], stream: str, event: Draft, *, create: bool
+) -> Receipt:
+    async with opening as log:
         if create:
             await log.ensure_stream(stream)
         return (await log.append(stream, [event]))[0]
@@ -167,6 +187,8 @@ def read(
     ] = False,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with new events as they come.")] = False,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Print the events of a stream, one per line.
@@ -182,12 +204,14 @@ def read(
     start = start_of(from_ or "earliest", "--from", times=False)
 
     async def run() -> None:
-        async with opened(data) as log:
+        async with reached(data, url, api_key, stream.rpartition(".")[0]) as log:
             stats = await log.get_stream_stats(stream)
             at = await _beginnings(log, stats, partition, start, consumer, commit=commit)
             ends = None if follow else {part.partition: part.high_water_mark for part in stats.partitions}
             count = 0
-            async for page in _pages(log, stream, at, ends, limit):
+            there = url is not None and follow
+            pages = _streamed(url or "", api_key, stream, at, limit) if there else _pages(log, stream, at, ends, limit)
+            async for page in pages:
                 output.events(page, as_json=json)
                 count += len(page)
                 if commit and consumer is not None:
@@ -199,7 +223,13 @@ def read(
 
 
 async def _beginnings(
-    log: Log, stats: StreamStats, partition: int | None, start: Start, consumer: str | None, *, commit: bool
+    log: SqliteLog | Remote,
+    stats: StreamStats,
+    partition: int | None,
+    start: Start,
+    consumer: str | None,
+    *,
+    commit: bool,
 ) -> dict[int, int]:
     """Return where to begin in each partition that is read."""
     stream = stats.stream.name
@@ -217,7 +247,7 @@ async def _beginnings(
 
 
 async def _pages(
-    log: Log, stream: str, at: dict[int, int], ends: dict[int, int] | None, limit: int | None
+    log: SqliteLog | Remote, stream: str, at: dict[int, int], ends: dict[int, int] | None, limit: int | None
 ) -> AsyncIterator[list[Event]]:
     """Yield events from the offsets ``at`` on, moving them along: up to ``ends``, or for ever."""
     left = sys.maxsize if limit is None else limit
@@ -237,7 +267,21 @@ async def _pages(
         if left == 0 or (idle and ends is not None):
             return
         if idle:
+            assert isinstance(log, SqliteLog)  # noqa: S101 - a server's events are followed as it sends them
             await _any_news(log, stream, at)
+
+
+async def _streamed(
+    url: str, api_key: str | None, stream: str, at: dict[int, int], limit: int | None
+) -> AsyncIterator[list[Event]]:
+    """Yield events from the offsets ``at`` on, as a server sends them; waits for one that is away for a while."""
+    left = sys.maxsize if limit is None else limit
+    async with connected(url, api_key, stream.rpartition(".")[0], patience_s=FOLLOW_PATIENCE_S) as server:
+        async for events in server.follow(stream, at):
+            yield events
+            left -= len(events)
+            if left <= 0:
+                return
 
 
 async def _any_news(log: Log, stream: str, at: dict[int, int]) -> None:
@@ -279,6 +323,8 @@ def streams(
     create: Annotated[bool, typer.Option("--create", help="Make STREAM first, if it is missing.")] = False,
     partitions: Annotated[int | None, typer.Option(min=1, help="With --create: how many. Default: 1.")] = None,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """List the streams.
@@ -291,7 +337,7 @@ def streams(
         raise typer.BadParameter("it goes with --create; a stream keeps its partitions", param_hint="'--partitions'")
 
     async def run() -> list[StreamStats]:
-        async with opened(data, create=create) as log:
+        async with reached(data, url, api_key, create=create) as log:
             if create and stream is not None:
                 settings = None if partitions is None else StreamSettings(partitions=partitions)
                 await log.ensure_stream(stream, settings)
@@ -329,149 +375,3 @@ def _stream_facts(stats: StreamStats) -> dict[str, Any]:
         "count": stats.count,
         "bytes": stats.bytes,
     }
-
-
-# --- consumers --------------------------------------------------------------------------------------------------------
-
-
-@commands.command(
-    rich_help_panel="Log",
-    epilog=examples(
-        """
-        $ postbus consumers
-        $ postbus consumers orders --create kitchen --start latest
-        $ postbus consumers orders --reset kitchen --start 2026-01-31T12:00:00Z
-        $ postbus consumers orders --delete kitchen
-        """
-    ),
-)
-def consumers(
-    stream: OptionalStream = None,
-    *,
-    create: Annotated[str | None, typer.Option(metavar="ID", help="Make this consumer of STREAM, or find it.")] = None,
-    reset: Annotated[str | None, typer.Option(metavar="ID", help="Move this consumer to --start.")] = None,
-    delete: Annotated[str | None, typer.Option(metavar="ID", help="Forget this consumer and its cursors.")] = None,
-    start: Annotated[
-        str | None,
-        typer.Option(metavar="WHERE", help="earliest, latest, an offset, or an instant as in 2026-01-31T12:00:00Z."),
-    ] = None,
-    data: Data = DATA,
-    json: Json = False,
-) -> None:
-    """List the consumers; also make, move and delete them.
-
-    For each partition: the next offset the consumer will read, the last one it committed (-1: never), and how many
-    events retention removed before it read them. A new consumer starts at the latest event unless `--start`
-    says otherwise.
-    """
-    chosen = [name for name in (create, reset, delete) if name is not None]
-    if len(chosen) > 1 or (chosen and stream is None):
-        raise typer.BadParameter("give a STREAM and one of --create, --reset, --delete", param_hint="'STREAM'")
-    if (start is None and reset is not None) or (start is not None and create is None and reset is None):
-        raise typer.BadParameter("it goes with --reset, where it is needed, and --create", param_hint="'--start'")
-    where = None if start is None else start_of(start, "--start")
-
-    async def run() -> list[Consumer]:
-        async with opened(data) as log:
-            if stream is None:
-                return await log.consumers()
-            await log.get_stream_stats(stream)  # refuses a stream that is not there
-            if create is not None:
-                return [await log.ensure_consumer(stream, create, where)]
-            if reset is not None and where is not None:
-                return [await log.reset(stream, reset, where)]
-            if delete is not None and not await log.delete_consumer(stream, delete):
-                raise no_consumer(stream, delete)
-            return await log.consumers(stream)
-
-    _show_consumers(asyncio.run(run()), as_json=json)
-
-
-def _show_consumers(found: list[Consumer], *, as_json: bool) -> None:
-    if as_json:
-        output.document({"consumers": [_consumer_facts(consumer) for consumer in found]})
-    elif found:
-        rows = [
-            (
-                one.stream,
-                one.id,
-                _start_text(one.start),
-                cursor.partition,
-                cursor.next_offset,
-                cursor.committed,
-                cursor.skipped,
-            )
-            for one in found
-            for cursor in one.cursors
-        ]
-        output.table(("STREAM", "CONSUMER", "START", "PARTITION", "NEXT", "COMMITTED", "MISSED"), rows)
-    else:
-        output.note("no consumers")
-
-
-def _start_text(start: Start) -> str:
-    if start.time_us is not None:
-        return f"{instant(start.time_us):%Y-%m-%dT%H:%M:%SZ}"
-    return str(start.policy if start.offset is None else start.offset)
-
-
-def _consumer_facts(consumer: Consumer) -> dict[str, Any]:
-    return {
-        "id": consumer.id,
-        "stream": consumer.stream,
-        "start": {
-            "policy": consumer.start.policy,
-            "offset": consumer.start.offset,
-            "time": None if consumer.start.time_us is None else instant(consumer.start.time_us),
-        },
-        "epoch": consumer.epoch,
-        "cursors": consumer.cursors,
-        "created_at": instant(consumer.created_at_us),
-        "updated_at": instant(consumer.updated_at_us),
-    }
-
-
-# --- lag --------------------------------------------------------------------------------------------------------------
-
-
-@commands.command(
-    rich_help_panel="Log",
-    epilog=examples(
-        """
-        $ postbus lag
-        $ postbus lag orders kitchen --json
-        """
-    ),
-)
-def lag(
-    stream: OptionalStream = None,
-    consumer: Annotated[str | None, typer.Argument(metavar="CONSUMER", help="The consumer. Default: all.")] = None,
-    *,
-    data: Data = DATA,
-    json: Json = False,
-) -> None:
-    """Print how far the consumers are behind.
-
-    Lag is the number of events not yet committed: the next offset to be written minus the next one to be read.
-    """
-
-    async def run() -> list[ConsumerLag]:
-        async with opened(data) as log:
-            if stream is not None and consumer is not None:
-                return [await log.get_consumer_lag(stream, consumer)]
-            if stream is not None:
-                await log.get_stream_stats(stream)  # refuses a stream that is not there
-            return [await log.get_consumer_lag(one.stream, one.id) for one in await log.consumers(stream)]
-
-    found = asyncio.run(run())
-    if json:
-        output.document({"consumers": [{**msgspec.to_builtins(one), "total_lag": one.total} for one in found]})
-    elif found:
-        rows = [
-            (one.stream, one.consumer, part.partition, part.committed, part.high_water_mark, part.lag)
-            for one in found
-            for part in one.partitions
-        ]
-        output.table(("STREAM", "CONSUMER", "PARTITION", "COMMITTED", "NEXT", "LAG"), rows)
-    else:
-        output.note("no consumers")

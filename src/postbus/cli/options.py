@@ -10,47 +10,59 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
+import msgspec
 import typer
 
 from postbus.bus import EventBus
 from postbus.clock import SystemClock
 from postbus.envelope import parse_instant
 from postbus.log import SqliteLog, open_log
-from postbus.model import Invalid, Start, StartPolicy
+from postbus.model import Invalid, Start, StartPolicy, Unreachable
 from postbus.topics import check_stream_name
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from postbus.cli.remote import Remote
     from postbus.log import Log
 
 __all__ = [
     "CLOCK",
     "DATA",
+    "SOURCE",
     "TENANT",
+    "ApiKey",
     "Data",
     "Json",
+    "OccurredAt",
     "OptionalStream",
+    "Source",
     "StreamName",
     "Tenant",
+    "Url",
     "Yes",
     "address_of",
     "age_of",
+    "connected",
     "examples",
     "headers_of",
     "moment_of",
     "opened",
     "opened_bus",
     "opened_store",
+    "pairs_of",
+    "reached",
     "start_of",
 ]
 
 DATA = "./postbus-data"
+SOURCE = "cli"
 TENANT = "local.default"
 LOCAL = f"{TENANT}."
 OFFSET = re.compile("-?[0-9]{1,18}")
 AGE = re.compile("([0-9]{1,9}(?:[.][0-9]{1,3})?)(s|m|h|d|w)")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+PATIENCE_S = 1.0
 CLOCK = SystemClock()
 
 
@@ -61,10 +73,27 @@ def _full_name(name: str | None) -> str | None:
     return check_stream_name(name if "." in name else LOCAL + name)
 
 
-def _folder(path: str) -> str:
+def _folder(context: typer.Context, path: str) -> str:
     if not path:
         raise typer.BadParameter("the name of the folder is empty")
+    _one_place(context)
     return path
+
+
+def _server(context: typer.Context, url: str | None) -> str | None:
+    _one_place(context)
+    return None if _typed(context, "data") else url
+
+
+def _one_place(context: typer.Context) -> None:
+    """Refuse both places on the command line; whichever of the two is looked at last finds the other."""
+    if _typed(context, "data") and _typed(context, "url"):
+        raise typer.BadParameter("give --url or --data, one of the two", param_hint="'--url'")
+
+
+def _typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _tenant(name: str) -> str:
@@ -76,10 +105,41 @@ Data = Annotated[
     str,
     typer.Option("--data", envvar="POSTBUS_DATA", metavar="DIR", callback=_folder, help="The data folder."),
 ]
+Url = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        envvar="POSTBUS_URL",
+        metavar="URL",
+        callback=_server,
+        help="A server instead of a data folder, as in http://127.0.0.1:7766 or unix:PATH; --data beats the variable.",
+    ),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        envvar="POSTBUS_KEY",
+        metavar="KEY",
+        help="The key for the server. Here other users of this machine can see it: prefer the variable.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 Tenant = Annotated[
     str,
     typer.Option("--tenant", metavar="NAME", callback=_tenant, help="Whose journal and streams, as in local.default."),
+]
+OccurredAt = Annotated[
+    str | None,
+    typer.Option(
+        "--occurred-at", metavar="INSTANT", help="When it happened, as in 2026-01-31T12:00:00Z. Default: now."
+    ),
+]
+Source = Annotated[
+    str | None,
+    typer.Option(
+        "--source", help=f"What produced the event, as in github:owner/repo. Default: {SOURCE}, or what a server says."
+    ),
 ]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")]
 _STREAM_HELP = "The stream: namespace.tenant.name, or just NAME for local.default.NAME."
@@ -129,15 +189,20 @@ def address_of(text: str, tenant: str) -> str:
 
 def headers_of(pairs: list[str]) -> dict[str, str] | None:
     """Return headers from texts ``NAME=VALUE``."""
-    headers: dict[str, str] = {}
+    return pairs_of(pairs, "--header") or None
+
+
+def pairs_of(pairs: list[str], option: str) -> dict[str, str]:
+    """Return names and values from texts ``NAME=VALUE``."""
+    found: dict[str, str] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
         if not separator:
-            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="'--header'")
-        if name in headers:
-            raise typer.BadParameter(f"{name!r} is given twice", param_hint="'--header'")
-        headers[name] = value
-    return headers or None
+            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint=f"'{option}'")
+        if name in found:
+            raise typer.BadParameter(f"{name!r} is given twice", param_hint=f"'{option}'")
+        found[name] = value
+    return found
 
 
 @asynccontextmanager
@@ -151,9 +216,9 @@ async def opened(data: str, *, create: bool = False) -> AsyncIterator[Log]:
 
 
 @asynccontextmanager
-async def opened_store(data: str) -> AsyncIterator[SqliteLog]:
+async def opened_store(data: str, *, create: bool = False) -> AsyncIterator[SqliteLog]:
     """Open the log in the data folder with what is kept beside it, and close it at the end."""
-    async with opened(data) as log:
+    async with opened(data, create=create) as log:
         assert isinstance(log, SqliteLog)  # noqa: S101 - a data folder holds no other kind
         yield log
 
@@ -169,6 +234,37 @@ async def opened_bus(data: str, tenant: str, *, create: bool = False) -> AsyncIt
         yield bus
     finally:
         await bus.stop()
+
+
+@asynccontextmanager
+async def connected(
+    url: str, api_key: str | None, tenant: str = TENANT, *, patience_s: float = PATIENCE_S
+) -> AsyncIterator[Remote]:
+    """Open a server for the commands of one tenant, and close it at the end."""
+    from postbus.cli.remote import Remote  # noqa: PLC0415 - takes as long as a command on a folder
+
+    async with Remote(url, key=api_key, tenant=tenant, patience_s=patience_s) as server:
+        try:
+            yield server
+        except Unreachable as error:
+            error.hint = error.hint or f"is a server running at {url}?"
+            raise
+        except msgspec.MsgspecError as error:
+            message = f"what answered at {url} is no Postbus server, or one of another version"
+            raise Unreachable(message) from error
+
+
+@asynccontextmanager
+async def reached(
+    data: str, url: str | None, api_key: str | None, tenant: str = TENANT, *, create: bool = False
+) -> AsyncIterator[SqliteLog | Remote]:
+    """Open the log in the data folder, or the one behind a server if there is a URL; and close it at the end."""
+    if url is not None:
+        async with connected(url, api_key, tenant) as server:
+            yield server
+    else:
+        async with opened_store(data, create=create) as log:
+            yield log
 
 
 def examples(text: str) -> str:

@@ -9,7 +9,19 @@ import typer
 
 from postbus.bus.trace import trace as trace_events
 from postbus.cli import output
-from postbus.cli.options import DATA, TENANT, Data, Json, Tenant, address_of, examples, opened_store
+from postbus.cli.options import (
+    DATA,
+    TENANT,
+    ApiKey,
+    Data,
+    Json,
+    Tenant,
+    Url,
+    address_of,
+    connected,
+    examples,
+    opened_store,
+)
 from postbus.cli.output import count, milliseconds, safe, short
 from postbus.model import DeliveryStatus
 
@@ -47,6 +59,8 @@ def trace(
     *,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Show which event led to which, how long each took, and what became of it for each subscriber.
@@ -56,6 +70,9 @@ def trace(
     """
 
     async def run() -> Trace:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                return await server.story(address_of(correlation_id, tenant))
         async with opened_store(data) as log:
             return await trace_events(log, address_of(correlation_id, tenant), tenant)
 

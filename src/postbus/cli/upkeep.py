@@ -13,13 +13,27 @@ from postbus.bus.housekeeping import keep_house
 from postbus.bus.stats import bus_stats
 from postbus.cli import output
 from postbus.cli.bus import STATE_COLUMNS, state_facts, state_rows
-from postbus.cli.options import CLOCK, DATA, TENANT, Data, Json, Tenant, age_of, examples, opened_store
+from postbus.cli.options import (
+    CLOCK,
+    DATA,
+    TENANT,
+    ApiKey,
+    Data,
+    Json,
+    Tenant,
+    Url,
+    age_of,
+    connected,
+    examples,
+    opened_store,
+)
 from postbus.cli.output import count, short
 from postbus.store.vacuum import vacuum as vacuum_store
 
 if TYPE_CHECKING:
     from postbus.bus.housekeeping import Duty
     from postbus.bus.stats import BusStats
+    from postbus.cli.remote import Counts
 
 __all__ = ["commands"]
 
@@ -44,15 +58,21 @@ def stats(
     *,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Count everything: events per stream and minute, statuses, subscriptions, dead letters, sizes.
 
     The rate counts what happened in each of the last 60 minutes, over the whole store. The WAL is the part of the store
-    that is written but not merged into the file yet; the durability is that of what the command line writes.
+    that is written but not merged into the file yet; the durability is that of what the command line, or the server,
+    writes. What is about the whole store, a server only tells its operator.
     """
 
-    async def run() -> BusStats:
+    async def run() -> BusStats | Counts:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                return await server.counts()
         async with opened_store(data) as log:
             return await bus_stats(log, CLOCK, tenant)
 
@@ -64,17 +84,18 @@ def stats(
     statuses = found.statuses
     several = f", {statuses.uncounted:,} not counted" if statuses.uncounted else ""
     output.say(f"events         {events:,} in {count(len(found.streams), 'stream')}")
-    output.say(f"last hour      {sum(found.rates):,}, at most {max(found.rates):,} a minute")
-    output.say(f"               {_spark(found.rates)}")
+    if found.rates is not None:
+        output.say(f"last hour      {sum(found.rates):,}, at most {max(found.rates):,} a minute")
+        output.say(f"               {_spark(found.rates)}")
     output.say(
         f"statuses       {statuses.done:,} done, {statuses.pending:,} pending, {statuses.processing:,} processing, "
         f"{statuses.failed:,} failed{several}"
     )
     letters = ", ".join(f"{number:,} {state}" for state, number in found.dead_letters.items())
     output.say(f"dead letters   {letters}")
-    output.say(
-        f"store          {decimal(found.store_bytes)}, WAL {decimal(found.wal_bytes)}, durability {found.durability}"
-    )
+    if found.store_bytes is not None and found.wal_bytes is not None:
+        sizes = f"{decimal(found.store_bytes)}, WAL {decimal(found.wal_bytes)}"
+        output.say(f"store          {sizes}, durability {found.durability}")
     if found.streams:
         output.say("")
         rows = [(short(one.stream.name, tenant), one.count, decimal(one.bytes)) for one in found.streams]
@@ -89,7 +110,7 @@ def _spark(rates: list[int]) -> str:
     return "".join(BARS[-(-rate * (len(BARS) - 1) // top)] for rate in rates)
 
 
-def _stats_facts(found: BusStats) -> dict[str, Any]:
+def _stats_facts(found: BusStats | Counts) -> dict[str, Any]:
     return {
         "streams": [{"name": one.stream.name, "count": one.count, "bytes": one.bytes} for one in found.streams],
         "statuses": found.statuses,

@@ -202,8 +202,11 @@ class DeadLetters:
                     await self._clock.sleep(revived / per_second)
         return count
 
-    async def purge(self, entries: list[DeadEntry]) -> int:
-        """Put dead letters away for good; return how many. Their stream is trimmed up to the first one still open."""
+    async def purge(self, entries: list[DeadEntry], record: Callable[[int], tuple[str, Draft]] | None = None) -> int:
+        """Put dead letters away for good; return how many. Their stream is trimmed up to the first one still open.
+
+        ``record`` makes an event about it, and says in which stream; it is appended in the same transaction.
+        """
 
         def write(tx: Transaction) -> int:
             count = 0
@@ -214,6 +217,9 @@ class DeadLetters:
                 origin = _origin(tx, entry)
                 if origin is not None:
                     tx.db.execute(FORGET_ROW, (*origin, stream, offset))
+            if count and record is not None:
+                stream, made = record(count)
+                tx.append(stream, [made])
             return count
 
         count = await self._log.transact(write)

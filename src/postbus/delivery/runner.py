@@ -15,7 +15,7 @@ from postbus.delivery.backoff import retry_delay_s
 from postbus.delivery.dead import unbury
 from postbus.delivery.lane import Lane
 from postbus.delivery.table import LaneKey
-from postbus.delivery.work import LaneSettings, Outcome, Verdict, Work
+from postbus.delivery.work import LaneSettings, Outcome, Staff, Verdict, Work
 from postbus.model import DeliveryStatus, LoopDetected, NotFound, Reject, Retry, RetryPolicy, event_id
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class RunnerSettings(msgspec.Struct, frozen=True, kw_only=True):
     batch: int = 100
     lease_s: float = 30.0
     poll_s: float = 5.0
+    backlog_max: int | None = None
 
 
 class _Worker:
@@ -65,8 +66,8 @@ class _Worker:
 class Runner:
     """Works on one subscription.
 
-    ``wants`` says whether an event of a stream on a topic is for it, ``handle`` is called with an event, and ``bury``
-    makes a dead letter.
+    ``wants_topic`` says whether an event of a stream on a topic may be for it and ``wants`` whether one is, ``handle``
+    is called with an event, and ``bury`` makes a dead letter.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class Runner:
         log: SqliteLog,
         table: DeliveryTable,
         clock: Clock,
-        wants: Callable[[str, str], bool],
+        wants_topic: Callable[[str, str], bool],
+        wants: Callable[[Event], bool],
         handle: Callable[[Event, Work], Awaitable[None]],
         bury: Callable[[Event, str, int, str], tuple[str, Draft]],
     ) -> None:
@@ -83,6 +85,7 @@ class Runner:
         self._log = log
         self._table = table
         self._clock = clock
+        self._wants_topic = wants_topic
         self._wants = wants
         self._handle = handle
         self._bury = bury
@@ -94,7 +97,7 @@ class Runner:
         self._calls = asyncio.Event()
         self._rested = asyncio.Event()
         self._stopping = False
-        self.handled = self.failed = self.dead = 0
+        self.handled = self.failed = self.dead = self.dropped = 0
 
     # --- life ---
 
@@ -113,19 +116,19 @@ class Runner:
         if self._stopping or (known is not None and not known.ended):
             return
         key = LaneKey(self.settings.subscription, stream, partition)
-        batch = self.settings.batch
-        settings = LaneSettings(batch, 4 * batch, self.settings.strict, self.settings.lease_s, self.settings.poll_s)
-        lane = Lane(
-            key,
-            self._log,
-            self._table,
-            self._clock,
-            settings,
-            partial(self._wants, stream),
+        asked = self.settings
+        # With a bounded backlog no more is taken up than can be started.
+        batch = asked.batch if asked.backlog_max is None else min(asked.batch, len(self._workers))
+        settings = LaneSettings(batch, 4 * batch, asked.strict, asked.lease_s, asked.poll_s, asked.backlog_max)
+        staff = Staff(
+            partial(self._wants_topic, stream),
+            self._wants,
             self._make_ready,
             self._crashed,
-            lambda row: self._revive(key, row),
+            partial(self._revive, key),
+            self._overflowed,
         )
+        lane = Lane(key, self._log, self._table, self._clock, settings, staff)
         self._lanes[stream, partition] = lane
         lane.start()
 
@@ -274,6 +277,17 @@ class Runner:
         if work.attempt < max(self.settings.retry.max_attempts, CRASHES_MIN):
             return None
         return self._dead(work, "crash", f"the process ended {work.attempt} times while handling it")
+
+    def _overflowed(self, events: list[Event]) -> dict[int, tuple[str, Draft]]:
+        """Make dead letters of events that more than ``backlog_max`` others wait behind."""
+        chosen = [event for event in events if self._wants(event)]
+        if not chosen:
+            return {}
+        self.dropped += len(chosen)
+        name, limit = self.settings.subscription, self.settings.backlog_max
+        logger.warning("%s dropped %d events up to %s: more than %s wait", name, len(chosen), chosen[-1].id, limit)
+        error = f"dropped: more than {limit} events waited"
+        return {event.offset: self._bury(event, "overflow", 0, error) for event in chosen}
 
     async def _revive(self, key: LaneKey, row: Row) -> Event | None:
         """Find the event of a row: in its stream, or in the dead-letter stream when retention removed it."""

@@ -49,10 +49,11 @@ FREE_LANE = """
 FREE_DEAD = """
     UPDATE lanes SET owner = NULL, reach = 0, token = token + 1 WHERE stream_id = ? AND consumer = ? AND partition = ?
 """
-# Lanes somebody holds; those of a consumer that was deleted meanwhile have no cursor and nothing to recover.
+# Lanes somebody holds; those of a consumer that was deleted meanwhile have no cursor and nothing to recover. What
+# outside consumers hold (see claims.py) ends with its lease.
 OWNED_LANES = """
     SELECT stream_id, consumer, partition, owner, boot, reach
-    FROM lanes JOIN cursors USING (stream_id, consumer, partition) WHERE owner IS NOT NULL
+    FROM lanes JOIN cursors USING (stream_id, consumer, partition) WHERE owner IS NOT NULL AND owner NOT GLOB '*.pull'
 """
 ROWS = """
     SELECT "offset", status, attempt, alone, replays, key, boot, due_us, due_at_us, error, dead_stream, dead_offset
@@ -266,12 +267,14 @@ class DeliveryTable:
 
         return await self._log.transact(write, grows=bool(settlement.dead))
 
-    async def rows(self, key: LaneKey) -> list[Row]:
-        """Return the rows that wait or run, by offset."""
+    async def look(self, key: LaneKey) -> tuple[int | None, list[Row]]:
+        """Return the token under which the lane is worked on, and the rows that wait or run, by offset."""
 
-        def look(db: apsw.Connection) -> list[Row]:
+        def look(db: apsw.Connection) -> tuple[int | None, list[Row]]:
             stream_id = db.execute("SELECT stream_id FROM stream_registry WHERE name = ?", (key.stream,)).get
-            return _rows(db, (stream_id, key.subscription, key.partition))
+            where = (stream_id, key.subscription, key.partition)
+            lane = db.execute(LANE, where).get
+            return (lane[1] if lane is not None else None), _rows(db, where)
 
         return await self._log.store.read(look)
 

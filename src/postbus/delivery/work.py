@@ -6,11 +6,13 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from postbus.delivery.lane import Lane
     from postbus.delivery.table import Row
     from postbus.model import Draft, Event
 
-__all__ = ["LaneSettings", "Outcome", "Verdict", "Work"]
+__all__ = ["LaneSettings", "Outcome", "Staff", "Verdict", "Work"]
 
 
 class Verdict(StrEnum):
@@ -57,3 +59,20 @@ class LaneSettings(NamedTuple):
     strict: bool
     lease_s: float
     poll_s: float
+    backlog_max: int | None = None
+
+
+class Staff(NamedTuple):
+    """What a lane asks of its runner.
+
+    ``wants_topic`` and ``wants`` say which events are for it, ``make_ready`` takes one to be handled, ``crashed``
+    judges one that was in flight when a process died, ``revive`` finds the event of a row, and ``overflowed`` makes the
+    dead letters, by offset, of those that nobody will start.
+    """
+
+    wants_topic: Callable[[str], bool]
+    wants: Callable[[Event], bool]
+    make_ready: Callable[[Work], None]
+    crashed: Callable[[Work], Outcome | None]
+    revive: Callable[[Row], Awaitable[Event | None]]
+    overflowed: Callable[[list[Event]], dict[int, tuple[str, Draft]]]

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from postbus.log.cursors import Change, CursorLog, check_partition, check_range, no_stream, restarted
+from postbus.log.cursors import Change, CursorLog, check_partition, check_range, check_start, no_stream, restarted
 from postbus.log.settings import accept, check_settings
 from postbus.log.sqlite.doors import AppendDoor, ConsumerDoor, StreamDoor, Transaction, TransactionDoor
 from postbus.log.sqlite.ledger import Kept, Ledger, load_consumer, load_consumers, load_head, load_stream, save_consumer
 from postbus.log.sqlite.projections import Projections
 from postbus.log.sqlite.published import Extent, Published
+from postbus.log.sqlite.rewind import rewind
 from postbus.log.sqlite.trim import REWIND_PROJECTIONS, Trimmer
-from postbus.model import Event, PartitionStats, Stream, StreamSettings, StreamStats
+from postbus.model import Conflict, Event, PartitionStats, Stream, StreamSettings, StreamStats
 from postbus.store import Store
 from postbus.store.anchor import Mark
 from postbus.store.records import EVENT_FIELDS, genesis, seal
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     import apsw
 
     from postbus.clock import Clock
-    from postbus.model import Consumer, Draft, Durability, Receipt, TrimResult
+    from postbus.model import Consumer, Draft, Durability, Receipt, Start, TrimResult
 
 __all__ = ["SqliteLog"]
 
@@ -102,9 +103,22 @@ class SqliteLog(CursorLog):
             known = await self.store.submit(self._stream_door, lambda db: self._make_stream(db, name, settings))
         return accept(known, settings)
 
-    def _make_stream(self, db: apsw.Connection, name: str, settings: StreamSettings | None) -> Stream:
+    async def create_stream(self, name: str, settings: StreamSettings) -> Stream:
+        """Make a stream that is not there yet; raises ``Conflict`` when it is, whatever its settings."""
+        check_stream_name(name)
+        check_settings(settings)
+        made: Stream = await self.store.submit(
+            self._stream_door, lambda db: self._make_stream(db, name, settings, new=True)
+        )
+        return made
+
+    def _make_stream(
+        self, db: apsw.Connection, name: str, settings: StreamSettings | None, *, new: bool = False
+    ) -> Stream:
         kept = load_stream(db, name)
         if kept is not None:
+            if new:
+                raise Conflict(f"stream {name} exists already")
             return kept.stream
         row = db.execute(REGISTERED, (name,)).get
         stream_id = row[0] if row else db.execute(NEXT_STREAM_ID).get
@@ -224,6 +238,13 @@ class SqliteLog(CursorLog):
         """
         result: T = await self.store.submit(self._transaction_doors[grows], call)
         return result
+
+    async def reset(self, stream: str, consumer: str, start: Start, partition: int | None = None) -> Consumer:
+        """See ``Log.reset``; whoever delivers to the consumer, in any process, goes on from the new place."""
+        start = check_start(start)
+        moved = await self.transact(lambda tx: rewind(tx, stream, consumer, start, partition))
+        self._published.forget()  # lanes of this process notice as they notice what other processes change
+        return moved
 
     async def trim(self, stream: str, before: int | None = None, partition: int | None = None) -> TrimResult:
         """See ``Log.trim``."""

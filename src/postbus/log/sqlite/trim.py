@@ -38,6 +38,12 @@ UNSETTLED = """
     WHERE stream_id = ? AND partition = ? AND "offset" < ? AND status IN ('waiting', 'processing')
     ORDER BY "offset" LIMIT 1
 """
+# The first event of a range that some agent has not acked.
+UNACKED = """
+    SELECT i."offset", 'inbox of ' || a.agent FROM inbox_rows i JOIN agent_registry a USING (agent_no)
+    WHERE i.stream_id = ? AND i.partition = ? AND i."offset" >= ? AND i."offset" < ? AND i.acked_at_us IS NULL
+    ORDER BY i."offset" LIMIT 1
+"""
 REMOVE = 'DELETE FROM events WHERE stream_id = ? AND partition = ? AND "offset" < ?'
 # The numbers of the last rows are given out again once they are gone, so no projection may claim to reach beyond them.
 REWIND_PROJECTIONS = (
@@ -83,9 +89,14 @@ class Trimmer:
         removed = 0
         for number, target in targets.items():
             floor, names = held_back(readers, number, target)
-            waiting = db.execute(UNSETTLED, (kept.stream_id, number, floor)).fetchone()
+            where, first = (kept.stream_id, number), kept.firsts[number]
+            waiting = db.execute(UNSETTLED, (*where, floor)).fetchone()
             if waiting is not None:
                 floor, names = waiting[0], [*names, waiting[1]]
+            # Items that are acked stay for a day: looking no further than this step goes keeps it short.
+            owed = db.execute(UNACKED, (*where, first, min(floor, first + CHUNK))).fetchone()
+            if owed is not None:
+                floor, names = owed[0], [*names, owed[1]]
             if settings.retention_beats_consumers:
                 floor, names = target, []
             holders.update(names)

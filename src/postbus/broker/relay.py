@@ -1,0 +1,252 @@
+"""From here to a remote: straight through while it answers, by way of the spool while it does not.
+
+Order: one event after the other is awaited by its publisher; while anything is queued, everything queues behind it; and
+the queue is emptied one event at a time, so that no acknowledgement can overtake another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import TYPE_CHECKING, Self
+
+import msgspec
+
+from postbus.broker.breaker import Breaker
+from postbus.broker.spool import Broken, DrainLock, Spool
+from postbus.clock import Clock, SystemClock
+from postbus.envelope import draft as make_draft
+from postbus.model import Backpressure, PostbusError, Receipt, StorageError, Unreachable
+from postbus.topics import check_stream_name
+
+if TYPE_CHECKING:
+    from postbus.broker.breaker import Change
+    from postbus.broker.contract import Remote
+    from postbus.log.sqlite import SqliteLog
+    from postbus.model import Draft, SpoolEntry
+
+__all__ = ["BREAKER_TOPIC", "Relay"]
+
+logger = logging.getLogger("postbus.broker")
+
+BATCH = 100
+REFUSALS_MAX = 3
+REFUSED_RETRY_S = 1.0
+RETRY_S = 0.05
+LOOK_S = 1.0
+BREAKER_TOPIC = "broker.breaker"
+
+
+class Relay:
+    """Publishes to a remote. ``start`` opens the spool and begins to empty it; ``stop`` ends that and loses nothing."""
+
+    def __init__(
+        self,
+        log: SqliteLog,
+        remote: Remote,
+        *,
+        tenant: str = "local.default",
+        clock: Clock | None = None,
+        breaker: Breaker | None = None,
+        spool: Spool | None = None,
+        refused_retry_s: float = REFUSED_RETRY_S,
+    ) -> None:
+        self._log = log
+        self._remote = remote
+        self._clock = clock or SystemClock()
+        self._journal = check_stream_name(f"{tenant}.journal")
+        self._refused_retry_s = refused_retry_s
+        self.spool = spool or Spool(log, tenant=tenant)
+        self.breaker = breaker or Breaker("remote", clock=self._clock, failures_max=1)
+        self.breaker.listen(self._breaker_changed)
+        remote.watch(self._came_up)
+        self._lock = DrainLock(log)
+        self._direct = False
+        self._puts = self._entering = 0
+        self._unsure = True
+        self._nudge = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._drainer: asyncio.Task[None] | None = None
+        self._notes: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Open the spool and begin to empty it."""
+        await self._log.ensure_stream(self._journal)
+        await self.spool.open()
+        self._direct = (await self.spool.status()).rows == 0
+        if self._drainer is None:
+            self._drainer = asyncio.get_running_loop().create_task(self._drain())
+
+    async def stop(self) -> None:
+        """Stop emptying the spool; what is in it stays there. Idempotent."""
+        if self._drainer is not None:
+            self._drainer.cancel()
+            await asyncio.gather(self._drainer, return_exceptions=True)
+            self._drainer = None
+        await asyncio.gather(*self._notes, return_exceptions=True)
+        self._lock.release()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    # --- publishing ---
+
+    async def publish(self, stream: str, event: Draft) -> Receipt:
+        """Hand an event to the remote, or to the spool while the remote is away; returns when one of them has it.
+
+        A spooled receipt's address is the place in the spool. Raises what the remote refuses this event with, and
+        ``Backpressure`` when the spool stays full for half a second.
+        """
+        check_stream_name(stream)
+        identity = self._identity(stream, event)
+        tried = False
+
+        async def send() -> Receipt:
+            nonlocal tried
+            tried = True
+            return await self._remote.send(stream, identity, event)
+
+        if self._direct:
+            try:
+                return await self.breaker.run(send)
+            except Unreachable as error:
+                logger.info("an event goes to the spool: %s", error)
+        self._direct = False
+        self._puts += 1
+        self._entering += 1
+        try:
+            sequence = await self._put(stream, identity, event, tried=tried)
+        finally:
+            self._puts += 1  # again: whoever looked before this one was on disk has seen too little
+            self._entering -= 1
+            self._emptied.clear()
+            self._nudge.set()
+        return Receipt(
+            self.spool.stream, 0, sequence, False, self._log.store.durability, self._clock.now_us(), spooled=True
+        )
+
+    async def _put(self, stream: str, identity: str, event: Draft, *, tried: bool) -> int:
+        delay_s = self.spool.delay_s
+        if delay_s > 0:
+            await self._clock.sleep(delay_s)
+        try:
+            return await self.spool.put(stream, identity, event, tried=tried)
+        except Backpressure:
+            if self.spool.delay_s <= delay_s:
+                raise
+        await self._clock.sleep(self.spool.delay_s - delay_s)
+        return await self.spool.put(stream, identity, event, tried=tried)
+
+    def _identity(self, stream: str, event: Draft) -> str:
+        if event.native_id is None:
+            return self._clock.new_id()
+        return hashlib.sha256(msgspec.json.encode((stream, event.native_id, event.variant))).hexdigest()[:32]
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Wait until nothing is queued; say whether that came about in time."""
+        return await self._clock.wait(self._emptied, timeout_s)
+
+    # --- emptying the spool ---
+
+    def _came_up(self) -> None:
+        self.breaker.hint()
+        self._nudge.set()
+
+    async def _drain(self) -> None:
+        while True:
+            self._nudge.clear()
+            try:
+                wait_s = await self._turn()
+            except (StorageError, OSError) as error:
+                logger.warning("the spool could not be emptied: %s", error)
+                wait_s = LOOK_S
+            if wait_s:
+                await self._clock.wait(self._nudge, wait_s)
+
+    async def _turn(self) -> float:
+        """Send one batch; return how long there is nothing to do."""
+        puts = self._puts
+        holding = self._lock.acquire()
+        batch = await self.spool.head(BATCH if holding else 1)
+        if not batch:
+            self._lock.release()
+            if puts == self._puts and not self._entering:
+                self._direct = True
+                self._emptied.set()
+            return LOOK_S if self._direct else LOOK_S / 10
+        self._emptied.clear()
+        self._direct = False
+        if not holding:
+            return LOOK_S
+        return await self._send(batch)
+
+    async def _send(self, batch: list[SpoolEntry | Broken]) -> float:
+        acked: list[int] = []
+        refusal: tuple[SpoolEntry, PostbusError] | None = None
+        try:
+            known = await self._already_there(batch)
+            for entry in batch:
+                if isinstance(entry, Broken):
+                    await self.spool.bury(entry, "undecodable", entry.error)
+                    continue
+                if entry.identity not in known:
+                    refusal = await self._send_one(entry)
+                    if refusal is not None:
+                        break
+                acked.append(entry.sequence)
+        except Unreachable as error:  # an outage: nothing is counted against the event
+            self._unsure = True
+            logger.info("the spool waits: %s", error)
+            return max(self.breaker.wait_s, RETRY_S)
+        finally:
+            await asyncio.shield(self.spool.remove(acked))
+        if refusal is not None:
+            await self._refused(*refusal)
+        return 0.0
+
+    async def _send_one(self, entry: SpoolEntry) -> tuple[SpoolEntry, PostbusError] | None:
+        """Send an event; return the remote's refusal of it, if it is refused."""
+        try:
+            await self.breaker.run(lambda: self._remote.send(entry.stream, entry.identity, entry.draft))
+        except Unreachable:
+            raise
+        except PostbusError as error:
+            return entry, error
+        return None
+
+    async def _already_there(self, batch: list[SpoolEntry | Broken]) -> set[str]:
+        """Ask the remote for what may have arrived without our knowing: before an outage, or before we died."""
+        entries = [entry for entry in batch if not isinstance(entry, Broken)]
+        if not entries or not (self._unsure or any(entry.tried for entry in entries)):
+            return set()
+        known = await self.breaker.run(lambda: self._remote.known(entries))
+        self._unsure = False
+        return known
+
+    async def _refused(self, entry: SpoolEntry, error: PostbusError) -> None:
+        logger.warning("the remote refused spooled event %d: %s", entry.sequence, error)
+        if entry.attempts + 1 >= REFUSALS_MAX:
+            await self.spool.bury(entry, "refused", str(error))
+        else:
+            await self.spool.refused(entry, str(error))
+            await self._clock.sleep(self._refused_retry_s)
+
+    # --- saying what happens ---
+
+    def _breaker_changed(self, change: Change) -> None:
+        task = asyncio.get_running_loop().create_task(self._note(change))
+        self._notes.add(task)
+        task.add_done_callback(self._notes.discard)
+
+    async def _note(self, change: Change) -> None:
+        payload = {"name": change.name, "before": change.before, "state": change.state, "error": change.error}
+        noted = make_draft(BREAKER_TOPIC, "broker", payload | {"open_s": change.open_s}, occurred_at=None)
+        try:
+            await self._log.append(self._journal, [noted])
+        except PostbusError as error:
+            logger.warning("the breaker's change could not be recorded: %s", error)

@@ -1,0 +1,7 @@
+"""The Python client of the HTTP API."""
+
+from postbus.client.blocking import SyncClient
+from postbus.client.client import Client
+from postbus.client.wire import Leased
+
+__all__ = ["Client", "Leased", "SyncClient"]

@@ -1,0 +1,1 @@
+"""The HTTP service: routes, auth and tenants, quotas, metrics, edge safety."""

@@ -1,0 +1,1 @@
+"""The data pipeline on Spark: the data source, the matcher on Arrow batches, the jobs and the report."""

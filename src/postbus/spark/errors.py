@@ -1,0 +1,67 @@
+"""Errors across Spark: ours travel through a worker and a JVM as text, and come back as one sentence."""
+
+from __future__ import annotations
+
+import functools
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from postbus import model
+from postbus.model import PostbusError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["ours", "told", "with_hint"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OURS = re.compile(r"postbus\.model\.(\w+): ([^\n]+)(?:\nhint: ([^\n]+))?")
+
+
+def with_hint(call: Callable[P, T]) -> Callable[P, T]:
+    """Make what a method raises carry its hint as a note, which is all of it that Spark passes on."""
+
+    @functools.wraps(call)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(*args, **kwargs)
+        except PostbusError as error:
+            _note(error)
+            raise
+
+    return wrapped
+
+
+def _note(error: PostbusError) -> None:
+    note = f"hint: {error.hint}"
+    if error.hint and note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+def ours(error: BaseException) -> PostbusError | None:
+    """Return the error of ours that Spark has wrapped, or None."""
+    found = _OURS.search(str(error))
+    if found is None:
+        return None
+    kind = getattr(model, found[1], PostbusError)
+    made: PostbusError = PostbusError.__new__(kind)
+    PostbusError.__init__(made, found[2].strip(), hint=found[3])
+    return made
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """Turn what Spark raises into an error of ours: the one it wraps, or one that says what Spark says first."""
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - the base package works without it
+
+    try:
+        yield
+    except PySparkException as error:
+        known = ours(error)
+        if known is not None:
+            raise known from error
+        first = str(error).strip().partition("\n")[0]
+        raise PostbusError(f"Spark says: {first}", hint="its log is spark.log in the cache folder") from error

@@ -1,0 +1,1 @@
+"""Black-box tests of the HTTP service over real sockets."""

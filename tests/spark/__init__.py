@@ -1,0 +1,1 @@
+"""The pipeline on real Spark, over real stores."""

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from postbus.model import NotFound
+from postbus.spark.session import Settings, find_java, opened_session
+from tests.spark.office import Office
+
+HERE = Path(__file__).parent
+TEST_SETTINGS = Settings(master="local[2,4]", shuffle_partitions=2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Only one worker runs Spark; without Java a laptop skips, and CI fails."""
+    here = [item for item in items if item.path.is_relative_to(HERE)]
+    try:
+        find_java()
+        skip = None
+    except NotFound as error:
+        skip = None if os.environ.get("CI") == "true" else pytest.mark.skip(reason=f"{error.message}: {error.hint}")
+    for item in here:
+        item.add_marker(pytest.mark.xdist_group("spark"))
+        if skip is not None:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    with opened_session(TEST_SETTINGS) as session:
+        yield session
+
+
+@pytest.fixture
+def office(tmp_path: Path) -> Office:
+    """A store in a folder of its own, and short ways to fill it."""
+    return Office(tmp_path / "data")
