@@ -161,13 +161,15 @@ def races(options: Options) -> list[Race]:
         SparkWorker("Spark", "match", count),
         SparkWorker("Spark, 1 core", "match", count, 1),
     ]
-    jobs = [
+    jobs: list[Contender] = [
         SparkWorker("archive", "archive", count),
         SparkWorker("verify", "verify", count, prepare="prepare"),
         SparkWorker("report", "report", count),
     ]
     sizes = (("small", count), ("large", more))
-    grown = [SparkWorker(f"{work}, {size}", work, number) for work in ("read", "archive") for size, number in sizes]
+    grown: list[Contender] = [
+        SparkWorker(f"{work}, {size}", work, number) for work in ("read", "archive") for size, number in sizes
+    ]
     return [
         Race(
             "read",

@@ -56,7 +56,7 @@ MAY_IMPORT["cli"] = {*MAY_IMPORT}  # the command line may import anything
 # Where each package from outside may be imported: path prefixes under src/postbus.
 THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "msgspec": ("",),
-    "apsw": ("store/", "log/sqlite", "delivery/", "broker/", "bus/", "inbox/", "sources/"),
+    "apsw": ("store/", "log/sqlite", "delivery/", "broker/", "bus/", "inbox/", "sources/", "spark/"),
     "cronsim": ("inbox/", "sources/", "kernel/"),
     "httpx2": ("client", "outside/", "inbox/", "sources/", "kernel/"),
     "jsonschema_rs": ("schemas",),
@@ -71,7 +71,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "nats": ("log/jetstream", "broker/nats"),
     "confluent_kafka": ("log/kafka",),
     "mcp": ("mcp.py",),
-    "pyspark": ("spark/",),
+    "pyspark": ("spark/", "cli/pipeline", "cli/spark_bars"),
     "py4j": ("spark/",),
     "pyarrow": ("spark/",),
     "adbc_driver_sqlite": ("spark/",),

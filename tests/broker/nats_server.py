@@ -63,6 +63,11 @@ class NatsServer:
             assert time.monotonic() < deadline, "nats-server did not start"
             time.sleep(0.02)
 
+    def signal(self, number: int) -> None:
+        """Stop it or let it go on, without its connections noticing."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def kill(self) -> None:
         """End it with SIGKILL, if it runs."""
         if self._process is not None:

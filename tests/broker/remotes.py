@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from postbus.envelope import draft
-from postbus.model import Draft, LimitExceeded, Receipt, SpoolEntry, Unreachable
+from postbus.model import Draft, LimitExceeded, PostbusError, Receipt, SpoolEntry, Unreachable
 
 __all__ = ["STREAM", "MemoryRemote", "numbered"]
 
@@ -51,6 +51,14 @@ class MemoryRemote:
             self.answers_lost -= 1
             raise Unreachable("no answer")
         return Receipt(stream, 0, self.identities[identity], duplicate)
+
+    async def send_many(self, entries: Sequence[SpoolEntry]) -> tuple[int, PostbusError | None]:
+        for number, entry in enumerate(entries):
+            try:
+                await self.send(entry.stream, entry.identity, entry.draft)
+            except PostbusError as error:
+                return number, error
+        return len(entries), None
 
     async def known(self, entries: Sequence[SpoolEntry]) -> set[str]:
         self.asked += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -103,6 +104,45 @@ async def test_it_knows_what_it_has_long_after_the_window_of_duplicates(server: 
     await client.close()
 
 
+def entries(*numbers: int, topic: str = "orders.paid") -> list[SpoolEntry]:
+    return [
+        SpoolEntry(sequence=number, stream=STREAM, draft=numbered(number, topic), identity=f"id-{number}")
+        for number in numbers
+    ]
+
+
+async def test_many_are_taken_in_order_and_nothing_behind_a_gap(server: NatsServer, remote: NatsRemote) -> None:
+    assert await remote.send_many(entries(*range(100))) == (100, None)
+    large = SpoolEntry(sequence=2, stream=STREAM, draft=draft("orders.paid", "shop", "x" * 1_048_400), identity="large")
+    first, last = entries(100, 101)
+    count, error = await remote.send_many([first, large, last])
+    assert count == 1
+    assert isinstance(error, LimitExceeded)
+    assert await remote.send_many([last, *entries(*range(102, 110))]) == (9, None)
+    assert await stored(server) == list(range(110))
+
+
+async def test_many_beside_another_publisher_get_through(server: NatsServer, remote: NatsRemote) -> None:
+    peer = await nats.connect(server.url)
+
+    async def disturb() -> None:
+        while True:
+            await peer.jetstream().publish("orders.other", b"-1")
+
+    disturbing = asyncio.create_task(disturb())
+    left, turns = entries(*range(300)), 0
+    while left:
+        count, error = await remote.send_many(left[:100])
+        assert (count > 0, error) == (True, None)
+        left, turns = left[count:], turns + 1
+    disturbing.cancel()
+    await asyncio.gather(disturbing, return_exceptions=True)
+    await peer.close()
+    found = await stored(server)
+    assert [one for one in found if one >= 0] == list(range(300))
+    assert -1 in found
+
+
 async def test_refusals_are_told_from_outages(server: NatsServer, link: NatsLink, remote: NatsRemote) -> None:
     with pytest.raises(Refused, match=r"no JetStream stream keeps the subject elsewhere\.x"):
         await remote.send(STREAM, "a", numbered(0, "elsewhere.x"))
@@ -148,3 +188,18 @@ async def test_lost_acknowledgements_and_cut_connections_double_and_reorder_noth
     assert 0 < spooled < 400
     assert await stored(server) == list(range(400))
     assert await dead_letters(log, SystemClock(), "local.default").find(state=None) == []
+
+
+async def test_a_server_that_hangs_is_an_outage_and_what_it_did_later_is_not_done_twice(
+    server: NatsServer, link: NatsLink, remote: NatsRemote, log: SqliteLog
+) -> None:
+    breaker = Breaker("remote", failures_max=1, open_s=0.05, open_s_max=0.1)
+    async with Relay(log, remote, breaker=breaker) as relay:
+        assert not (await relay.publish(STREAM, numbered(0))).spooled
+        server.signal(signal.SIGSTOP)
+        assert (await relay.publish(STREAM, numbered(1))).spooled  # it lies in the server's socket
+        assert (await relay.publish(STREAM, numbered(2))).spooled
+        server.signal(signal.SIGCONT)
+        assert await relay.drained(PATIENCE_S)
+        assert link.connected
+    assert await stored(server) == [0, 1, 2]

@@ -35,8 +35,8 @@ COMMANDS = (
     "quota", "quota set", "quota list", "quota clear",
     "append", "read", "streams", "consumers", "lag",
     "verify", "salvage", "backup", "restore", "stats", "compact",
-    "pipeline", "pipeline archive", "pipeline verify", "pipeline ingest", "pipeline replay", "pipeline validate",
-    "pipeline report", "pipeline status",
+    "pipeline", "pipeline archive", "pipeline verify", "pipeline status", "pipeline ingest", "pipeline replay",
+    "pipeline validate", "pipeline report", "pipeline run", "pipeline backfill", "pipeline hand-over",
 )  # fmt: skip
 JOURNAL = "local.default.journal"
 ORDERS = "local.default.orders"

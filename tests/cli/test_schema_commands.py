@@ -5,12 +5,17 @@ from pathlib import Path
 import pytest
 
 from tests.cli.command_line import ORDERS, Run, process
+from tests.cli.places import place, served
+
+__all__ = ["place", "served"]
 
 ORDER = '{"type": "object", "required": ["n"]}'
 
 
 @pytest.fixture
-def orders(run: Run, tmp_path: Path) -> Run:
+def orders(place: Run, tmp_path: Path) -> Run:
+    run = place
+    run("topics", "create", "orders")
     run("append", "orders", '{"n": 1}')
     (tmp_path / "order.json").write_text(ORDER)
     run("schemas", "add", "order", "--file", "order.json")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from postbus.broker.listener import Listener
-    from postbus.model import Draft, Receipt, SpoolEntry
+    from postbus.model import Draft, PostbusError, Receipt, SpoolEntry
 
 __all__ = ["Broker", "Message", "Missed", "Remote", "message"]
 
@@ -91,6 +91,13 @@ class Remote(Protocol):
 
         Raises ``Unreachable`` when it is not known to have arrived: an outage. Any other ``PostbusError`` is a refusal
         of this event.
+        """
+
+    async def send_many(self, entries: Sequence[SpoolEntry]) -> tuple[int, PostbusError | None]:
+        """Send events in order; return how many of the first ones are acknowledged, and what stopped the next one.
+
+        Nothing is kept behind a gap: once one is not taken, none of the later ones is, unless the remote had it
+        already. The error is as in ``send``; None beside fewer than all means: go on with the rest.
         """
 
     async def known(self, entries: Sequence[SpoolEntry]) -> set[str]:

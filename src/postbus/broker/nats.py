@@ -16,7 +16,7 @@ from postbus.broker.nats_link import NatsLink
 from postbus.model import Invalid, LimitExceeded, NoResponder, RequestTimeout, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Callable, Coroutine, Mapping
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
@@ -79,7 +79,7 @@ class NatsBroker:
             check_size(client, made.payload_json, given)
             await client.publish(made.topic, made.payload_json, reply=made.reply or "", headers=given or None)
 
-        await self._guarded(lambda: self.link.call(send))
+        await self._guarded(send)
 
     async def subscribe(self, pattern: str, *, slots: int = SLOTS) -> Listener:
         """See ``Broker.subscribe``."""
@@ -89,7 +89,7 @@ class NatsBroker:
         self._listeners[listener] = None
         if self.link.connected:
             try:
-                await self.link.call(lambda client: self._attach(client, listener))
+                await self._call(lambda client: self._attach(client, listener))
             except Unreachable:  # it is attached when the connection is back
                 listener.tell(None)
         return listener
@@ -112,7 +112,7 @@ class NatsBroker:
             except nats.errors.TimeoutError:
                 raise RequestTimeout(f"no answer on {topic} within {timeout_s:g} s") from None
 
-        return await self._guarded(lambda: self.link.call(ask))
+        return await self._guarded(ask)
 
     async def close(self) -> None:
         """See ``Broker.close``."""
@@ -125,10 +125,16 @@ class NatsBroker:
         self._listeners.clear()
         await self.link.close()
 
-    async def _guarded(self, call: Callable[[], Awaitable[T]]) -> T:
+    async def _guarded(self, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
         if self._closed:
             raise Unreachable("the broker is closed")
-        return await self.breaker.run(call)
+        return await self.breaker.run(lambda: self._call(work))
+
+    async def _call(self, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return await self.link.call(work)
+        except (nats.errors.Error, TimeoutError) as error:
+            raise Unreachable(f"NATS does not take it now: {str(error) or type(error).__name__}") from error
 
     # --- listeners ---
 

@@ -86,6 +86,8 @@ class NatsLink:
             if job.cancelled():  # the client cancels what waits on it when it is closed
                 raise Unreachable("the connection to NATS was closed meanwhile")
             return job.result()
+        except TimeoutError:  # an OSError too, but the connection is still there
+            raise
         except (nats.errors.ConnectionClosedError, nats.errors.StaleConnectionError, OSError) as error:
             raise Unreachable(f"the connection to NATS was lost: {error}") from error
         finally:

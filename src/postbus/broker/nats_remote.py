@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +13,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, Header, Stream
 
 from postbus.broker.nats import FACTS, check_size, facts_header
 from postbus.broker.nats_link import NatsLink
-from postbus.model import Durability, Receipt, Refused, Unreachable, instant
+from postbus.model import Durability, PostbusError, Receipt, Refused, Unreachable, instant
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -28,10 +29,17 @@ __all__ = ["NatsRemote"]
 T = TypeVar("T")
 
 ACK_S = 2.0
+MANY_ACKS_S = 10.0
 CLOCK_SKEW = timedelta(minutes=2)
 SUBJECTS_MAX = 50
 PAGE = 500
 OUTAGE_FROM = 500  # of JetStream's codes: the server cannot, which is no fault of the event
+
+WRONG_LAST_MSG_ID = 10070
+
+
+class _Behind(PostbusError):
+    """The event before this one was not taken, or somebody else's came between."""
 
 
 class NatsRemote:
@@ -63,11 +71,35 @@ class NatsRemote:
 
     async def send(self, stream: str, identity: str, event: Draft) -> Receipt:
         """See ``Remote.send``."""
-        headers = {Header.MSG_ID.value: identity, FACTS: facts_header(_facts(stream, event))}
+        return await self._publish(stream, identity, event, {}, ACK_S)
+
+    async def send_many(self, entries: Sequence[SpoolEntry]) -> tuple[int, PostbusError | None]:
+        """See ``Remote.send_many``: all are on their way at once, but none is taken unless it follows its precursor."""
+        before = [{}, *({Header.EXPECTED_LAST_MSG_ID.value: entry.identity} for entry in entries[:-1])]
+        outcomes = await asyncio.gather(
+            *(
+                self._publish(entry.stream, entry.identity, entry.draft, headers, MANY_ACKS_S)
+                for entry, headers in zip(entries, before, strict=True)
+            ),
+            return_exceptions=True,
+        )
+        for number, outcome in enumerate(outcomes):
+            if isinstance(outcome, _Behind):
+                return number, None
+            if isinstance(outcome, PostbusError):
+                return number, outcome
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return len(entries), None
+
+    async def _publish(
+        self, stream: str, identity: str, event: Draft, expected: dict[str, str], timeout_s: float
+    ) -> Receipt:
+        headers = {Header.MSG_ID.value: identity, FACTS: facts_header(_facts(stream, event)), **expected}
 
         async def publish(client: Client) -> PubAck:
             check_size(client, event.payload_json, headers)
-            return await client.jetstream(timeout=ACK_S).publish(
+            return await client.jetstream(timeout=timeout_s).publish(
                 event.topic, event.payload_json, stream=self._stream, headers=dict(headers)
             )
 
@@ -113,11 +145,13 @@ class NatsRemote:
     async def _asked(self, work: Callable[[Client], Coroutine[Any, Any, T]]) -> T:
         try:
             return await self._link.call(work)
-        except nats.errors.TimeoutError:
+        except TimeoutError:
             raise Unreachable(f"NATS did not acknowledge within {ACK_S:g} s") from None
         except (nats.js.errors.NotFoundError, nats.js.errors.NoStreamResponseError):
             raise
         except nats.js.errors.APIError as error:
+            if error.err_code == WRONG_LAST_MSG_ID:
+                raise _Behind("another event came between") from error
             if (error.code or OUTAGE_FROM) >= OUTAGE_FROM:
                 raise Unreachable(f"JetStream cannot take it now: {error.description}") from error
             raise Refused(f"JetStream refused it: {error.description}") from error

@@ -1,7 +1,7 @@
 """From here to a remote: straight through while it answers, by way of the spool while it does not.
 
 Order: one event after the other is awaited by its publisher; while anything is queued, everything queues behind it; and
-the queue is emptied one event at a time, so that no acknowledgement can overtake another.
+the remote takes nothing from the queue behind a gap.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = ["BREAKER_TOPIC", "Relay"]
 logger = logging.getLogger("postbus.broker")
 
 BATCH = 100
+BATCH_BYTES = 4 * 1024 * 1024
 REFUSALS_MAX = 3
 REFUSED_RETRY_S = 1.0
 RETRY_S = 0.05
@@ -186,19 +187,16 @@ class Relay:
         return await self._send(batch)
 
     async def _send(self, batch: list[SpoolEntry | Broken]) -> float:
+        if isinstance(batch[0], Broken):
+            await self.spool.bury(batch[0], "undecodable", batch[0].error)
+            return 0.0
         acked: list[int] = []
         refusal: tuple[SpoolEntry, PostbusError] | None = None
         try:
-            known = await self._already_there(batch)
-            for entry in batch:
-                if isinstance(entry, Broken):
-                    await self.spool.bury(entry, "undecodable", entry.error)
-                    continue
-                if entry.identity not in known:
-                    refusal = await self._send_one(entry)
-                    if refusal is not None:
-                        break
-                acked.append(entry.sequence)
+            entries = _readable(batch)
+            known = await self._already_there(entries)
+            acked += [entry.sequence for entry in entries if entry.identity in known]
+            refusal = await self._send_on([entry for entry in entries if entry.identity not in known], acked)
         except Unreachable as error:  # an outage: nothing is counted against the event
             self._unsure = True
             logger.info("the spool waits: %s", error)
@@ -209,20 +207,25 @@ class Relay:
             await self._refused(*refusal)
         return 0.0
 
-    async def _send_one(self, entry: SpoolEntry) -> tuple[SpoolEntry, PostbusError] | None:
-        """Send an event; return the remote's refusal of it, if it is refused."""
-        try:
-            await self.breaker.run(lambda: self._remote.send(entry.stream, entry.identity, entry.draft))
-        except Unreachable:
-            raise
-        except PostbusError as error:
-            return entry, error
-        return None
+    async def _send_on(self, entries: list[SpoolEntry], acked: list[int]) -> tuple[SpoolEntry, PostbusError] | None:
+        """Send events and add what is acknowledged; return the remote's refusal of one, if it refuses one."""
+        refusal: tuple[SpoolEntry, PostbusError] | None = None
 
-    async def _already_there(self, batch: list[SpoolEntry | Broken]) -> set[str]:
+        async def send() -> None:
+            nonlocal refusal
+            count, error = await self._remote.send_many(entries)
+            acked.extend(entry.sequence for entry in entries[:count])
+            if isinstance(error, Unreachable):
+                raise error
+            refusal = None if error is None else (entries[count], error)
+
+        if entries:
+            await self.breaker.run(send)
+        return refusal
+
+    async def _already_there(self, entries: list[SpoolEntry]) -> set[str]:
         """Ask the remote for what may have arrived without our knowing: before an outage, or before we died."""
-        entries = [entry for entry in batch if not isinstance(entry, Broken)]
-        if not entries or not (self._unsure or any(entry.tried for entry in entries)):
+        if not (self._unsure or any(entry.tried for entry in entries)):
             return set()
         known = await self.breaker.run(lambda: self._remote.known(entries))
         self._unsure = False
@@ -250,3 +253,15 @@ class Relay:
             await self._log.append(self._journal, [noted])
         except PostbusError as error:
             logger.warning("the breaker's change could not be recorded: %s", error)
+
+
+def _readable(batch: list[SpoolEntry | Broken]) -> list[SpoolEntry]:
+    """Return the events up to the first that cannot be read, at least one, and no more than may be on their way."""
+    found: list[SpoolEntry] = []
+    size = 0
+    for entry in batch:
+        if isinstance(entry, Broken) or (found and size > BATCH_BYTES):
+            break
+        size += len(entry.draft.payload_json)
+        found.append(entry)
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
@@ -19,8 +19,6 @@ from postbus.spark.runs import recorded
 from postbus.spark.session import LOCAL, Settings, require_pyspark
 
 if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
     from postbus.spark.jobs.materialize import Materialized
 
 __all__ = ["commands"]
@@ -69,7 +67,7 @@ def run(
         _show({"events": 0, "matches": 0, "jobs": 0}, "nothing is new", as_json=json)
         return
 
-    async def work(spark: SparkSession) -> Materialized:
+    async def work(spark: Any) -> Materialized:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         if follow:
@@ -121,7 +119,7 @@ def backfill(
     asyncio.run(_known(data, tenant, subscriptions))
     from postbus.spark.jobs.materialize import backfill  # noqa: PLC0415 - needs the extra
 
-    async def work(spark: SparkSession) -> Materialized:
+    async def work(spark: Any) -> Materialized:
         async with recorded(data, "backfill", {"subscriptions": subscriptions}, tenant=tenant) as found:
             with bar("filling inboxes", "events") as advance:
                 done = await backfill(spark, data, tenant, subscriptions, progress=advance)

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
+from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import msgspec
 import typer
 
 from postbus.cli import output
-from postbus.cli.options import DATA, TENANT, Data, Json, StreamName, Tenant, examples, opened_store
+from postbus.cli.options import (
+    DATA,
+    TENANT,
+    ApiKey,
+    Data,
+    Json,
+    StreamName,
+    Tenant,
+    Url,
+    connected,
+    examples,
+    opened_store,
+)
 from postbus.cli.output import count, safe, short
-from postbus.model import instant
-from postbus.schemas import Schemas
+from postbus.model import NotFound, instant
+from postbus.schemas import BindReport, Schemas, SchemaVersion
 from postbus.schemas.document import BYTES_MAX
 from postbus.schemas.registry import SAMPLE, SAMPLE_MAX
+from postbus.strict_json import parse
 
 if TYPE_CHECKING:
-    from postbus.schemas import BindReport, SchemaVersion
+    from postbus.cli.remote import Remote
 
 __all__ = ["commands"]
 
@@ -51,6 +67,44 @@ def schemas() -> None:
     """
 
 
+class _Shown(msgspec.Struct):
+    """A version as a server shows it."""
+
+    namespace: str
+    tenant: str
+    subject: str
+    version: int
+    created_at: datetime
+    schema: msgspec.Raw
+
+
+def _version(answer: bytes) -> SchemaVersion:
+    found = msgspec.json.decode(answer, type=_Shown)
+    moment = round(found.created_at.timestamp() * 1e6)
+    return SchemaVersion(f"{found.namespace}.{found.tenant}", found.subject, found.version, bytes(found.schema), moment)
+
+
+def _path(tenant: str, subject: str) -> str:
+    return f"/schemas/{tenant.replace('.', '/')}/{quote(subject, safe='')}"
+
+
+def _binding(stream: str) -> str:
+    return f"/topics/{stream.replace('.', '/')}/schema"
+
+
+async def _remote_subjects(server: Remote) -> list[dict[str, Any]]:
+    subjects = await server.schemas()
+    bound: dict[str, dict[str, int]] = {}
+    for topic in await server.topics():
+        with contextlib.suppress(NotFound):
+            found = await server.json("GET", _binding(topic["topic"]))
+            bound.setdefault(found["subject"], {})[found["topic"]] = found["version"]
+    return [
+        {"subject": one["subject"], "versions": one["versions"], "bound": bound.get(one["subject"], {})}
+        for one in subjects
+    ]
+
+
 def _facts(found: SchemaVersion) -> dict[str, Any]:
     return {
         "tenant": found.tenant,
@@ -78,6 +132,8 @@ def add(
     file: Annotated[str | None, typer.Option(metavar="PATH", help="Read the JSON Schema from a file.")] = None,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Keep a JSON Schema (draft 2020-12) as the next version of its subject."""
@@ -86,6 +142,11 @@ def add(
     raw = _read(file) if schema is None else os.fsencode(schema) if schema != "-" else _read(None)
 
     async def run() -> SchemaVersion:
+        if url is not None:
+            parse(raw, max_bytes=BYTES_MAX)  # or the server would complain about the request, not about the schema
+            async with connected(url, api_key, tenant) as server:
+                body = {**server.whose(), "subject": subject, "schema": msgspec.Raw(raw)}
+                return _version(await server.raw("POST", "/schemas", body))
         async with opened_store(data) as log:
             return await Schemas(log).add(tenant, subject, raw)
 
@@ -112,10 +173,20 @@ def _read(path: str | None) -> bytes:
         """
     ),
 )
-def list_(*, tenant: Tenant = TENANT, data: Data = DATA, json: Json = False) -> None:
+def list_(
+    *,
+    tenant: Tenant = TENANT,
+    data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
+    json: Json = False,
+) -> None:
     """List the subjects with their versions and the streams that are bound to them."""
 
     async def run() -> list[dict[str, Any]]:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                return await _remote_subjects(server)
         async with opened_store(data) as log:
             known = Schemas(log)
             bound = await known.bindings()
@@ -158,11 +229,17 @@ def show(
     version: Annotated[int | None, typer.Option(min=1, help="Which version. Default: the latest.")] = None,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Show a schema as it was given."""
 
     async def run() -> SchemaVersion:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                path = f"{_path(tenant, subject)}/{version or 'latest'}"
+                return _version(await server.raw("GET", path))
         async with opened_store(data) as log:
             return await Schemas(log).show(tenant, subject, version)
 
@@ -189,11 +266,17 @@ def delete(
     *,
     tenant: Tenant = TENANT,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Remove a version that no stream is bound to."""
 
     async def run() -> None:
+        if url is not None:
+            async with connected(url, api_key, tenant) as server:
+                await server.raw("DELETE", f"{_path(tenant, subject)}/{version}")
+            return
         async with opened_store(data) as log:
             await Schemas(log).delete(tenant, subject, version)
 
@@ -223,6 +306,8 @@ def bind(
         int, typer.Option(min=0, max=SAMPLE_MAX, help="How many of the latest events of each partition to check.")
     ] = SAMPLE,
     data: Data = DATA,
+    url: Url = None,
+    api_key: ApiKey = None,
     json: Json = False,
 ) -> None:
     """Let a stream take only payloads that match a schema; its latest events are checked first.
@@ -231,6 +316,13 @@ def bind(
     """
 
     async def run() -> BindReport:
+        if url is not None:
+            body = {"subject": subject, "dry_run": dry_run, "force": force, "sample": sample}
+            async with connected(url, api_key) as server:
+                answer = await server.raw(
+                    "PUT", _binding(stream), body if version is None else {**body, "version": version}
+                )
+            return msgspec.json.decode(answer, type=BindReport)
         async with opened_store(data) as log:
             return await Schemas(log).bind(stream, subject, version, dry_run=dry_run, force=force, sample=sample)
 
@@ -255,10 +347,16 @@ def bind(
         """
     )
 )
-def unbind(stream: StreamName, *, data: Data = DATA, json: Json = False) -> None:
+def unbind(
+    stream: StreamName, *, data: Data = DATA, url: Url = None, api_key: ApiKey = None, json: Json = False
+) -> None:
     """Let a stream take any payload again."""
 
     async def run() -> None:
+        if url is not None:
+            async with connected(url, api_key) as server:
+                await server.raw("DELETE", _binding(stream))
+            return
         async with opened_store(data) as log:
             await Schemas(log).unbind(stream)
 

@@ -2,6 +2,6 @@
 
 from postbus.client.blocking import SyncClient
 from postbus.client.client import Client
-from postbus.client.wire import Leased
+from postbus.client.wire import Item, Leased
 
-__all__ = ["Client", "Leased", "SyncClient"]
+__all__ = ["Client", "Item", "Leased", "SyncClient"]

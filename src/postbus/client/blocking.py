@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
     from types import TracebackType
 
+    from postbus.client.wire import Item
     from postbus.model import Event
 
 __all__ = ["SyncClient"]
@@ -82,16 +83,62 @@ class SyncClient:
     unbind_schema = _blocking(Client.unbind_schema)
     event = _blocking(Client.event)
     trace = _blocking(Client.trace)
+    create_agent = _blocking(Client.create_agent)
+    agents = _blocking(Client.agents)
+    agent = _blocking(Client.agent)
+    delete_agent = _blocking(Client.delete_agent)
+    set_targets = _blocking(Client.set_targets)
+    targets = _blocking(Client.targets)
+    revive_target = _blocking(Client.revive_target)
+    subscribe_agent = _blocking(Client.subscribe_agent)
+    agent_subscriptions = _blocking(Client.agent_subscriptions)
+    unsubscribe_agent = _blocking(Client.unsubscribe_agent)
+    reset_agent = _blocking(Client.reset_agent)
+    agent_lag = _blocking(Client.agent_lag)
+    read_inbox = _blocking(Client.read_inbox)
+    item = _blocking(Client.item)
+    inbox_entries = _blocking(Client.inbox_entries)
+    flush_inbox = _blocking(Client.flush_inbox)
+    wait_inbox = _blocking(Client.wait_inbox)
+    ack_inbox = _blocking(Client.ack_inbox)
+    send_message = _blocking(Client.send_message)
+    receipts = _blocking(Client.receipts)
+    create_timer = _blocking(Client.create_timer)
+    timers = _blocking(Client.timers)
+    timer = _blocking(Client.timer)
+    delete_timer = _blocking(Client.delete_timer)
+    pause_timer = _blocking(Client.pause_timer)
+    resume_timer = _blocking(Client.resume_timer)
+    create_source = _blocking(Client.create_source)
+    sources = _blocking(Client.sources)
+    source = _blocking(Client.source)
+    delete_source = _blocking(Client.delete_source)
+    pause_source = _blocking(Client.pause_source)
+    resume_source = _blocking(Client.resume_source)
+    poll_source = _blocking(Client.poll_source)
+    send_reply = _blocking(Client.send_reply)
+    invoke_action = _blocking(Client.invoke_action)
+    actions = _blocking(Client.actions)
+    deliveries = _blocking(Client.deliveries)
+    delivery = _blocking(Client.delivery)
+    delivery_attempts = _blocking(Client.delivery_attempts)
+    retry_delivery = _blocking(Client.retry_delivery)
 
     def subscribe(self, subscription: str, topic: str | None = None, **where: Any) -> Iterator[Event]:
         """See ``Client.subscribe``; blocks until the next event is there."""
-        events = self.client.subscribe(subscription, topic, **where)
+        return self._each(self.client.subscribe(subscription, topic, **where))
+
+    def watch_inbox(self, agent: str, *, after: Item | str | None = None) -> Iterator[Item]:
+        """See ``Client.watch_inbox``; blocks until the next item is there."""
+        return self._each(self.client.watch_inbox(agent, after=after))
+
+    def _each(self, stream: AsyncIterator[T]) -> Iterator[T]:
         try:
             while True:
-                yield self.run(_next(events))
+                yield self.run(_next(stream))
         finally:
             if not self._loop.is_closed():
-                self.run(_end(events))
+                self.run(_end(stream))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for a call of ``client``."""
@@ -112,9 +159,9 @@ class SyncClient:
                     self._loop.close()
 
 
-async def _next(events: AsyncIterator[Event]) -> Event:
-    return await anext(events)
+async def _next(stream: AsyncIterator[T]) -> T:
+    return await anext(stream)
 
 
-async def _end(events: Any) -> None:
-    await events.aclose()
+async def _end(stream: Any) -> None:
+    await stream.aclose()

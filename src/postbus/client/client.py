@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from postbus import strict_json
-from postbus.client.connection import Connection
+from postbus.client.agents import Agents
+from postbus.client.calls import ROOT, json_bytes, part
+from postbus.client.deliveries import Deliveries
+from postbus.client.inbox import Inbox
+from postbus.client.sources import Sources
+from postbus.client.timers import Timers
 from postbus.client.wire import decode_event, decode_leased, decode_receipts
-from postbus.clock import SystemClock
 from postbus.model import IdempotencyConflict, Invalid
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Sequence
     from datetime import datetime
-    from types import TracebackType
 
     from postbus.client.wire import Leased
-    from postbus.clock import Clock
     from postbus.model import Event, Receipt
 
 __all__ = ["Client"]
 
-ROOT = "/v1/bus"
 
-
-class Client:
+class Client(Agents, Inbox, Timers, Sources, Deliveries):
     """A client of one server. ``async with Client(url) as client:`` closes it at the end.
 
     ``url`` is like ``http://127.0.0.1:7766``, or ``unix:PATH`` for a server on a Unix socket.
@@ -35,36 +31,6 @@ class Client:
     every event gets a ``native_id`` unless it has one, and is sent again until the server answers or ``patience_s`` is
     over. Raises the server's refusals as the errors they are in ``postbus.model``, and ``Unreachable``.
     """
-
-    def __init__(
-        self,
-        url: str = "http://127.0.0.1:7766",
-        *,
-        key: str | None = None,
-        tenant: str = "local.default",
-        timeout_s: float = 30.0,
-        patience_s: float = 30.0,
-        clock: Clock | None = None,
-    ) -> None:
-        if tenant.count(".") != 1 or not all(tenant.split(".")):
-            raise Invalid(f"a tenant is called namespace.tenant, not {tenant!r}")
-        self._tenant = tenant
-        self._clock = clock or SystemClock()
-        self._connection = Connection(url, key, timeout_s, patience_s, self._clock)
-
-    async def __aenter__(self) -> Self:
-        """Nothing is connected before the first call."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close."""
-        await self.close()
-
-    async def close(self) -> None:
-        """Close every connection. Idempotent."""
-        await self._connection.close()
 
     # --- topics ---
 
@@ -95,11 +61,11 @@ class Client:
 
     async def topic(self, topic: str) -> dict[str, Any]:
         """Return one topic with the extents of its partitions."""
-        return await self._json("GET", f"/topics/{quote(self._full(topic), safe='')}")
+        return await self._json("GET", self._topic(topic))
 
     async def delete_topic(self, topic: str) -> None:
         """Remove a topic with its events."""
-        await self._send("DELETE", f"/topics/{quote(self._full(topic), safe='')}", again=True)
+        await self._send("DELETE", self._topic(topic), again=True)
 
     # --- publishing ---
 
@@ -150,9 +116,9 @@ class Client:
         made = {name: value for name, value in fields.items() if value is not None}
         if "topic" not in made or "payload" not in fields:
             raise Invalid("an event needs a topic and a payload")
-        made["payload"] = _raw(fields["payload"])
+        made["payload"] = json_bytes(fields["payload"])
         for name in {"metadata", "delivery_handle"} & made.keys():
-            made[name] = _raw(made[name])
+            made[name] = json_bytes(made[name])
         made["topic"] = self._full(str(made["topic"]))
         made.setdefault("native_id", self._clock.new_id())
         return made
@@ -280,7 +246,8 @@ class Client:
             "namespace": namespace,
             "tenant": tenant,
         }
-        return self._connection.stream(f"{ROOT}/subscribe/{quote(subscription, safe='')}", query, last_id)
+        path = f"{ROOT}/subscribe/{part(subscription)}"
+        return self._connection.stream(path, query, last_id, "bus.message", lambda data: (decode_event(data),))
 
     # --- dead letters ---
 
@@ -299,7 +266,7 @@ class Client:
 
     async def dead_letter(self, letter: str) -> dict[str, Any]:
         """Return one dead letter."""
-        return await self._json("GET", f"/dlq/{quote(letter)}")
+        return await self._json("GET", f"/dlq/{part(letter, slashes=True)}")
 
     async def replay(
         self,
@@ -377,67 +344,26 @@ class Client:
 
     async def event(self, event_id: str) -> Event:
         """Return an event by its address."""
-        return decode_event(await self._send("GET", f"/events/{quote(event_id)}", again=True))
+        return decode_event(await self._send("GET", f"/events/{part(event_id, slashes=True)}", again=True))
 
     async def trace(self, correlation_id: str, *, tenant: str | None = None) -> dict[str, Any]:
         """Return the events of a correlation, and which led to which."""
-        return await self._json("GET", f"/trace/{quote(correlation_id)}", query=self._whose(tenant))
+        return await self._json("GET", f"/trace/{part(correlation_id, slashes=True)}", query=self._whose(tenant))
 
     # --- how ---
 
-    async def _send(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        query: dict[str, Any] | None = None,
-        *,
-        again: bool = False,
-        wait_s: float = 0.0,
-    ) -> bytes:
-        return await self._connection.request(method, ROOT + path, body, query, again=again, wait_s=wait_s)
-
-    async def _json(
-        self, method: str, path: str, body: Any = None, query: dict[str, Any] | None = None, *, again: bool = False
-    ) -> dict[str, Any]:
-        raw = await self._send(method, path, body, query, again=again or method == "GET")
-        found: dict[str, Any] = msgspec.json.decode(raw) if raw else {}
-        return found
-
-    async def _pages(self, path: str, name: str, query: dict[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        after: Any = None
-        while True:
-            page = await self._json("GET", path, query={**query, "after": after})
-            found += page[name]
-            after = page.get("next")
-            if after is None:
-                return found
-
-    def _full(self, topic: str) -> str:
-        return topic if "." in topic else f"{self._tenant}.{topic}"
-
-    def _whose(self, tenant: str | None) -> dict[str, Any]:
-        namespace, _, name = (tenant or self._tenant).partition(".")
-        return {"namespace": namespace, "tenant": name}
-
     def _of(self, subscription: str, action: str = "") -> str:
-        path = f"/subscriptions/{self._tenant.replace('.', '/')}/{quote(subscription, safe='')}"
+        path = f"/subscriptions/{self._place}/{part(subscription)}"
         return f"{path}/{action}" if action else path
 
     def _schema(self, subject: str, version: int | str) -> str:
-        return f"/schemas/{self._tenant.replace('.', '/')}/{quote(subject, safe='')}/{version}"
+        return f"/schemas/{self._place}/{part(subject)}/{part(str(version))}"
+
+    def _topic(self, topic: str) -> str:
+        return f"/topics/{part(self._full(topic))}"
 
     def _bound(self, topic: str) -> str:
-        return f"/topics/{self._full(topic).replace('.', '/')}/schema"
-
-
-def _raw(value: Any) -> msgspec.Raw:
-    """Return a JSON value as bytes; bytes are JSON already, and are kept as they are."""
-    if not isinstance(value, bytes):
-        return msgspec.Raw(strict_json.encode(value))
-    strict_json.validate(value)
-    return msgspec.Raw(value)
+        return f"/topics/{'/'.join(map(part, self._full(topic).split('.')))}/schema"
 
 
 def _ids(leased: Iterable[Leased | str]) -> list[str]:

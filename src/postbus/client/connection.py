@@ -6,21 +6,22 @@ certain that the server did nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx2
 import msgspec
 
-from postbus.client.wire import decode_event, refusal, retry_after_s
+from postbus.client.wire import refusal, retry_after_s
 from postbus.model import Invalid, NotFound, PostbusError, Unreachable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 
     from postbus.clock import Clock
-    from postbus.model import Event
 
 __all__ = ["Connection"]
+
+T = TypeVar("T")
 
 UNIX = "unix:"
 BACKOFF_S = 0.05
@@ -71,7 +72,8 @@ class Connection:
 
         ``again``: sending it twice does no harm. ``wait_s``: how long the server may think besides.
         """
-        content = None if body is None else msgspec.json.encode(body)
+        content = None if body is None else _encode(body)
+        _check(path)
         headers = {} if body is None else {"content-type": "application/json"}
         params = {name: value for name, value in (query or {}).items() if value is not None}
         trial = _Trial(self._clock, self._patience_s)
@@ -100,8 +102,16 @@ class Connection:
                 return b""  # the one whose answer was lost did it
             raise refused
 
-    async def stream(self, path: str, query: Mapping[str, Any], last_id: str | None) -> AsyncIterator[Event]:
-        """Yield the events of a stream for ever; a lost connection is made again where it was lost."""
+    async def stream(
+        self,
+        path: str,
+        query: Mapping[str, Any],
+        last_id: str | None,
+        kind: str,
+        decode: Callable[[str], Iterable[T]],
+    ) -> AsyncIterator[T]:
+        """Yield what messages of a ``kind`` hold, for ever; a lost connection is made again where it was lost."""
+        _check(path, last_id or "")
         params = {name: value for name, value in query.items() if value is not None}
         trial = _Trial(self._clock, self._patience_s)
         timeout = httpx2.Timeout(self._timeout_s, read=max(STREAM_SILENCE_S, self._timeout_s))
@@ -125,9 +135,10 @@ class Connection:
                             why, told = _told(message.data), True
                             break
                         last_id = message.id or last_id
-                        if message.event == "bus.message":
+                        if message.event == kind:
                             told, trial = False, _Trial(self._clock, self._patience_s)
-                            yield decode_event(message.data)
+                            for one in decode(message.data):
+                                yield one
             except httpx2.TransportError as error:
                 why = Unreachable(f"the server cannot be reached: {_words(error)}")
             await trial.wait(why)
@@ -150,6 +161,21 @@ class _Trial:
             raise why
         self._pause_s = min(2 * self._pause_s, BACKOFF_S_MAX)
         await self._clock.sleep(pause)
+
+
+def _encode(body: Any) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise Invalid(f"this cannot be sent as JSON: {error}") from None
+
+
+def _check(path: str, last_id: str = "") -> None:
+    """Refuse a path with a part that would lead elsewhere (no name is empty, a dot or two), and what is no header."""
+    if not {"", ".", ".."}.isdisjoint(path[1:].split("/")):
+        raise Invalid("a name is missing, or is no name", hint="a name holds A-Z a-z 0-9 . _ -")
+    if not (last_id.isascii() and last_id.isprintable()):
+        raise Invalid("that is no Last-Event-ID", hint="it is the id of the last message that came")
 
 
 def _told(data: str) -> PostbusError:

@@ -25,7 +25,18 @@ from postbus.model import (
     Unreachable,
 )
 
-__all__ = ["Leased", "decode_event", "decode_leased", "decode_receipts", "refusal", "retry_after_s"]
+__all__ = [
+    "Item",
+    "Leased",
+    "decode_entries",
+    "decode_event",
+    "decode_item",
+    "decode_items",
+    "decode_leased",
+    "decode_receipts",
+    "refusal",
+    "retry_after_s",
+]
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
@@ -54,6 +65,53 @@ class Leased(msgspec.Struct, frozen=True):
 
     event: Event
     lease_id: str | None
+
+
+class _Facts(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    sequence: int
+    expired: bool
+    matched_by: tuple[str, ...]
+    match_reason: str
+    acked_at: datetime | None
+    topic: str | None = None
+    variant: str | None = None
+    metadata: dict[str, Any] | None = None
+    headers: dict[str, str] | None = None
+    source: str | None = None
+    key: str | None = None
+    correlation_id: str | None = None
+    occurred_at: datetime | None = None
+    delivery_handle: dict[str, Any] | None = None
+    trust: str | None = None
+
+
+class Item(_Facts, frozen=True, kw_only=True):
+    """One event owed to an agent. ``expired``: retention removed it before it was acked, and its facts with it."""
+
+    payload_json: bytes | None
+
+    @property
+    def payload(self) -> Any:
+        """The payload, decoded afresh; None when it expired."""
+        return None if self.payload_json is None else msgspec.json.decode(self.payload_json)
+
+
+class _Item(_Facts, frozen=True, kw_only=True):
+    payload: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+
+    def made(self) -> Item:
+        facts = {name: getattr(self, name) for name in _Facts.__struct_fields__}
+        return Item(**facts, payload_json=bytes(self.payload) or None)
+
+
+class _Items(msgspec.Struct):
+    items: list[_Item]
+
+
+class _Entries(msgspec.Struct):
+    digests: list[dict[str, Any]]
+    items: list[_Item]
 
 
 class _Event(msgspec.Struct, kw_only=True):
@@ -106,6 +164,9 @@ class _Refused(msgspec.Struct):
     error: _Problem
 
 
+_item = msgspec.json.Decoder(_Item).decode
+_items = msgspec.json.Decoder(_Items).decode
+_entries = msgspec.json.Decoder(_Entries).decode
 _event = msgspec.json.Decoder(_Event).decode
 _pulled = msgspec.json.Decoder(_Pulled).decode
 _published = msgspec.json.Decoder(_Published).decode
@@ -121,6 +182,22 @@ def decode_event(raw: bytes | str) -> Event:
 def decode_leased(raw: bytes) -> list[Leased]:
     """Return the events of a pull."""
     return [Leased(_made(found), found.lease_id) for found in _pulled(raw).events]
+
+
+def decode_item(raw: bytes) -> Item:
+    """Return one item of an inbox."""
+    return _item(raw).made()
+
+
+def decode_items(raw: bytes | str) -> list[Item]:
+    """Return items of an inbox, in order."""
+    return [one.made() for one in _items(raw).items]
+
+
+def decode_entries(raw: bytes) -> tuple[list[dict[str, Any]], list[Item]]:
+    """Return the digests of an inbox, and the items in none."""
+    found = _entries(raw)
+    return found.digests, [one.made() for one in found.items]
 
 
 def decode_receipts(raw: bytes, *, many: bool) -> list[Receipt]:
