@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -63,10 +64,15 @@ class NatsServer:
             assert time.monotonic() < deadline, "nats-server did not start"
             time.sleep(0.02)
 
-    def signal(self, number: int) -> None:
-        """Stop it or let it go on, without its connections noticing."""
+    def pause(self) -> None:
+        """Make it hang; its connections stay."""
         assert self._process is not None
-        self._process.send_signal(number)
+        self._process.send_signal(signal.SIGSTOP)
+        os.waitpid(self._process.pid, os.WUNTRACED)  # it has stopped
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """End it with SIGKILL, if it runs."""

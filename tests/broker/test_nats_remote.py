@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -118,6 +117,7 @@ async def test_many_are_taken_in_order_and_nothing_behind_a_gap(server: NatsServ
     count, error = await remote.send_many([first, large, last])
     assert count == 1
     assert isinstance(error, LimitExceeded)
+    assert await stored(server) == list(range(101))
     assert await remote.send_many([last, *entries(*range(102, 110))]) == (9, None)
     assert await stored(server) == list(range(110))
 
@@ -126,17 +126,16 @@ async def test_many_beside_another_publisher_get_through(server: NatsServer, rem
     peer = await nats.connect(server.url)
 
     async def disturb() -> None:
-        while True:
+        while left:
             await peer.jetstream().publish("orders.other", b"-1")
 
+    left = entries(*range(300))
     disturbing = asyncio.create_task(disturb())
-    left, turns = entries(*range(300)), 0
     while left:
         count, error = await remote.send_many(left[:100])
         assert (count > 0, error) == (True, None)
-        left, turns = left[count:], turns + 1
-    disturbing.cancel()
-    await asyncio.gather(disturbing, return_exceptions=True)
+        left = left[count:]
+    await disturbing
     await peer.close()
     found = await stored(server)
     assert [one for one in found if one >= 0] == list(range(300))
@@ -196,10 +195,10 @@ async def test_a_server_that_hangs_is_an_outage_and_what_it_did_later_is_not_don
     breaker = Breaker("remote", failures_max=1, open_s=0.05, open_s_max=0.1)
     async with Relay(log, remote, breaker=breaker) as relay:
         assert not (await relay.publish(STREAM, numbered(0))).spooled
-        server.signal(signal.SIGSTOP)
+        server.pause()
         assert (await relay.publish(STREAM, numbered(1))).spooled  # it lies in the server's socket
         assert (await relay.publish(STREAM, numbered(2))).spooled
-        server.signal(signal.SIGCONT)
+        server.resume()
         assert await relay.drained(PATIENCE_S)
         assert link.connected
     assert await stored(server) == [0, 1, 2]

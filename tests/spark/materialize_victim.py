@@ -31,6 +31,11 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def say(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def jvm_pids() -> list[int]:
     """The Java processes whose parent is this one."""
     found = []
@@ -82,6 +87,7 @@ def arm(moment: str) -> None:
 def main(moment: str, data: str) -> None:
     arm(moment)
     with opened_session(TEST_SETTINGS) as spark:
+        say("ready\n")
         try:
             if moment == "backfill":
                 asyncio.run(backfill(spark, data, TENANT, ["late"]))
@@ -89,8 +95,7 @@ def main(moment: str, data: str) -> None:
                 last = die if moment == "places saved" else lambda *_: None
                 asyncio.run(materialize(spark, data, progress=lambda done, _: last() if done else None))
         except PostbusError as error:
-            sys.stdout.write(f"{error.message}; {error.hint}")
-            sys.stdout.flush()
+            say(f"{error.message}; {error.hint}\n")
             os._exit(3)  # there is no JVM left to stop
 
 

@@ -1,0 +1,96 @@
+"""Options that the commands of the pipeline share, and how they become a session, a lake and events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from postbus.cli.options import TENANT, examples
+from postbus.spark.session import LOCAL, Settings, require_pyspark
+from postbus.topics import check_stream_name
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+    from postbus.spark.lake import Lake
+
+__all__ = [
+    "LAKE",
+    "LOCAL",
+    "LakeAt",
+    "Master",
+    "Memory",
+    "Remote",
+    "Since",
+    "Streams",
+    "Ui",
+    "Until",
+    "commands",
+    "events_of",
+    "lake_at",
+    "settings_of",
+    "stream_of",
+]
+
+LAKE = "./postbus-lake"
+
+# Each module of the pipeline adds its commands here.
+commands = typer.Typer(
+    no_args_is_help=True,
+    help="Archive, ingest, replay, validate, report and fill inboxes on Spark.",
+    epilog=examples("$ postbus pipeline archive\n$ postbus pipeline status --json"),
+)
+
+LakeAt = Annotated[
+    str, typer.Option("--lake", envvar="POSTBUS_LAKE", metavar="DIR_OR_URL", help="Where the archive is.")
+]
+Master = Annotated[
+    str, typer.Option("--master", envvar="POSTBUS_SPARK_MASTER", metavar="URL", help="Which Spark runs it.")
+]
+Remote = Annotated[
+    str | None,
+    typer.Option(
+        "--remote", envvar="POSTBUS_SPARK_REMOTE", metavar="URL", help="A Spark Connect server, as in sc://host."
+    ),
+]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory of Spark's driver, as in 2g.")]
+Ui = Annotated[bool, typer.Option("--ui", help="Switch Spark's own web page on, and print its address.")]
+Streams = Annotated[
+    str, typer.Option("--stream", metavar="NAME", help="One stream, or a pattern such as local.default.>.")
+]
+Since = Annotated[
+    str | None, typer.Option("--since", metavar="WHEN", help="Appended since: an age like 10m, or an instant.")
+]
+Until = Annotated[
+    str | None, typer.Option("--until", metavar="WHEN", help="Appended before: an age like 10m, or an instant.")
+]
+
+
+def settings_of(master: str, remote: str | None, memory: str, *, ui: bool) -> Settings:
+    """Return how the session is made; raises ``NotFound`` when PySpark is not installed."""
+    require_pyspark()
+    return Settings(master=master, remote=remote, memory=memory, ui=ui)
+
+
+def lake_at(path: str) -> Lake:
+    """Return the lake at a path."""
+    from postbus.spark.lake import Lake  # noqa: PLC0415 - needs the extra
+
+    return Lake(path)
+
+
+def stream_of(name: str) -> str:
+    """Return a stream's full name; a bare one is of the local tenant."""
+    return check_stream_name(name if "." in name else f"{TENANT}.{name}")
+
+
+def events_of(spark: SparkSession, data: str, stream: str, topic: str | None, lake: Lake | None) -> DataFrame:
+    """Return the events of a log, or of a lake when there is one."""
+    from postbus.spark.extent import located  # noqa: PLC0415 - one use
+    from postbus.spark.jobs.replay import Selection, selected  # noqa: PLC0415 - needs the extra
+
+    if lake is not None:
+        return selected(lake.frame(spark), Selection(stream=stream, topic=topic))
+    reader = spark.read.format("postbus").option("data", located(data)).option("stream", stream)
+    return (reader if topic is None else reader.option("topic", topic)).load()
