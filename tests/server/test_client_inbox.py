@@ -314,6 +314,7 @@ async def test_a_watch_that_is_cut_again_and_again_has_no_gap_and_no_duplicate(
                 if len(got) % 50 == 0:  # what it resumes after may be acked by then
                     await bus.ack_inbox("ann", through=got[-1])
         await filling
+        await items.aclose()  # type: ignore[attr-defined]  # it is a generator
         assert proxy.connections >= 3
     assert payloads(got) == [*range(WATCHED)]
 
@@ -333,6 +334,7 @@ async def test_a_watch_outlives_its_server(start_server: Callable[..., RunningSe
             await near.send_message("ann", 3)
         async with asyncio.timeout(PATIENCE_S):
             got += [await anext(items) for _ in range(2)]
+        await items.aclose()  # type: ignore[attr-defined]  # it is a generator
     assert payloads(got) == [0, 1, 2, 3]
 
 

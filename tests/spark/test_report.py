@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 import shutil
@@ -20,7 +21,7 @@ from postbus.spark.extent import folder_of
 from postbus.spark.jobs.archive import archive
 from postbus.spark.jobs.report import report
 from postbus.spark.lake import Lake
-from postbus.spark.report.facts import readers_of, width_of
+from postbus.spark.report.facts import Facts, readers_of, width_of
 from postbus.spark.report.page import page
 from postbus.spark.report.plots import duration, number
 from tests.spark.office import Office
@@ -67,15 +68,20 @@ def percentile(values: list[float], share: float) -> float:
     return values[low] + (values[high] - values[low]) * (place - low)
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Office:
-    office = Office(tmp_path / "data")
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Office:
+    office = Office(tmp_path_factory.mktemp("shop") / "data")
     asyncio.run(work(office.data))
     return office
 
 
-def test_every_number_is_what_plain_python_computes(spark: SparkSession, shop: Office, tmp_path: Path) -> None:
-    facts, path = report(spark, str(shop.data), str(tmp_path / "out"))
+@pytest.fixture(scope="module")
+def reported(spark: SparkSession, shop: Office) -> tuple[Facts, Path]:
+    return report(spark, str(shop.data), str(shop.data.parent / "out"), title="The shop")
+
+
+def test_every_number_is_what_plain_python_computes(shop: Office, reported: tuple[Facts, Path]) -> None:
+    facts, path = reported
     journal = shop.events("local.default.journal")
     dead = shop.events("local.default.journal-dlq")
 
@@ -123,12 +129,12 @@ def test_every_number_is_what_plain_python_computes(spark: SparkSession, shop: O
 
     check_settling(facts, shop, journal)
     assert path.read_text(encoding="utf-8").count("<svg") >= 5
-    tables = {folder.name for folder in (tmp_path / "out" / "tables").iterdir()}
+    tables = {folder.name for folder in (path.parent / "tables").iterdir()}
     assert tables == {"rates", "topics", "tenants", "dead_letters", "chains", "steps", "settling"}
-    assert json.loads((tmp_path / "out" / "facts.json").read_bytes())["events"] == len(journal)
+    assert json.loads((path.parent / "facts.json").read_bytes())["events"] == len(journal)
 
 
-def check_settling(facts: Any, shop: Office, journal: list[Event]) -> None:
+def check_settling(facts: Facts, shop: Office, journal: list[Event]) -> None:
     """From append to the first commit that passed the event, for every subscription by itself."""
     words = {"billing": "order.", "mailer": "invoice."}
     commits: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -148,18 +154,17 @@ def check_settling(facts: Any, shop: Office, journal: list[Event]) -> None:
     assert all(line.values[-1] == 0 for line in facts.lag), "everybody has caught up"
 
 
-def test_the_archive_gives_the_same_report(spark: SparkSession, shop: Office, tmp_path: Path) -> None:
+def test_the_archive_gives_the_same_report(
+    spark: SparkSession, shop: Office, reported: tuple[Facts, Path], tmp_path: Path
+) -> None:
     lake = Lake(str(tmp_path / "lake"))
     archive(spark, str(shop.data), lake)
-    live, _ = report(spark, str(shop.data), str(tmp_path / "a"))
-    kept, _ = report(spark, str(shop.data), str(tmp_path / "b"), lake=lake)
-    assert live == kept
+    kept, _ = report(spark, str(shop.data), str(tmp_path / "kept"), lake=lake)
+    assert kept == reported[0]
 
 
-def test_the_page_needs_nothing_from_elsewhere_and_obeys_no_text_in_it(
-    spark: SparkSession, shop: Office, tmp_path: Path
-) -> None:
-    facts, _ = report(spark, str(shop.data), str(tmp_path / "out"), stream="local.default.journal")
+def test_the_page_needs_nothing_from_elsewhere_and_obeys_no_text_in_it(reported: tuple[Facts, Path]) -> None:
+    facts = copy.deepcopy(reported[0])
     facts.topics[0]["topic"] = "<script>alert(1)</script>"
     html = page(facts, "a < b & c", 0)
     assert "<script" not in html
@@ -169,8 +174,8 @@ def test_the_page_needs_nothing_from_elsewhere_and_obeys_no_text_in_it(
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="no browser: apt-get install -y chromium")
-def test_a_browser_shows_the_page(spark: SparkSession, shop: Office, tmp_path: Path) -> None:
-    _, path = report(spark, str(shop.data), str(tmp_path / "out"), title="The shop")
+def test_a_browser_shows_the_page(reported: tuple[Facts, Path], tmp_path: Path) -> None:
+    path = reported[1]
     picture = tmp_path / "page.png"
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,3000"]
     profile = f"--user-data-dir={tmp_path / 'profile'}"
