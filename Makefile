@@ -33,7 +33,7 @@ bench: $(READY) ## run the benchmarks and keep their results
 	$(BIN)/python -m benchmarks $(ARGS)
 
 faults: $(READY) ## run the full fault campaign (make test runs the short one)
-	POSTBUS_CAMPAIGN=full $(BIN)/python -m pytest tests/faults tests/spark/test_kills.py $(ARGS)
+	POSTBUS_CAMPAIGN=full $(BIN)/python -m pytest tests/faults tests/broker tests/inbox tests/spark $(ARGS)
 
 docs: $(READY) ## write docs/reference anew
 	$(BIN)/python tools/reference.py

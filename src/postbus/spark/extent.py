@@ -59,7 +59,10 @@ def folder_of(data: str) -> Folder:
         raise Invalid(f"Spark cannot read a log of the kind {scheme!r}", hint="use sqlite:///folder or a folder's path")
     folder = Folder(unquote(rest) if separator else data)
     if not folder.exists():
-        raise NotFound(f"there is no store in {folder.path}", hint='name the data folder: the option "data", --data or POSTBUS_DATA')
+        raise NotFound(
+            f"there is no store in {folder.path}",
+            hint='name the data folder: the option "data", --data or POSTBUS_DATA',
+        )
     return folder
 
 

@@ -1,7 +1,8 @@
 """Report: what happened, how fast, how far behind, what failed, what led to what, and who used it.
 
 Input: events of the log (or of the lake, when it is given) and what the store knows of its readers. Output: one HTML
-page and the tables behind it as Parquet, both written anew. A second run on the same data gives the same numbers.
+page and the tables behind it as Parquet, both written anew. A second run on the same data gives the same numbers:
+records of the pipeline's own runs are left out.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def report(
         source = spark.read.format("postbus").option("data", located(data)).option("stream", stream).load()
     else:
         source = selected(lake.frame(spark), Selection(stream=stream))
-    events = between(source, since_us, until_us)
+    events = between(source, since_us, until_us).where(~fn.col("topic").startswith("pipeline.run."))
     progress("counting")
     if events.limit(1).count() == 0:
         raise NotFound("there are no events to report on", hint="choose other streams or another span of time")
