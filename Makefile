@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 
 # What `make run` starts, how many processes `make test` uses, what is passed on to pytest or the benchmarks.
-RUN ?= postbus demo
+RUN ?= postbus demo --pipeline
 JOBS ?= 2
 ARGS ?=
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.main
@@ -121,6 +122,12 @@ app.add_typer(upkeep.commands)
 app.add_typer(pipeline_inboxes.commands, name="pipeline", rich_help_panel="Pipeline")
 
 
+@cache
+def _command() -> Any:
+    """Return the whole command line, made once: that takes longer than most commands."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; never raises for what a user can cause."""
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -130,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = typer.main.get_command(app).main(words, prog_name="postbus", standalone_mode=False)
+        code = _command().main(words, prog_name="postbus", standalone_mode=False)
         sys.stdout.flush()
     except SystemExit as ending:
         return ending.code if isinstance(ending.code, int) else 1

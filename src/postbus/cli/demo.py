@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter, deque
@@ -59,6 +60,9 @@ def demo(
     ] = None,
     seconds: Annotated[float, typer.Option(min=1, max=600, help="About how long it takes.")] = LENGTH_S,
     fast: Annotated[bool, typer.Option("--fast", help=f"The same as --seconds {FAST_S:g}.")] = False,
+    pipeline: Annotated[
+        bool, typer.Option("--pipeline", help="Then take the events through Spark: to a lake, and into a report.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show Postbus at work: a small live scene that stops by itself.
@@ -79,6 +83,8 @@ def demo(
     if json:
         output.document(_facts(scene, picture, folder))
         return
+    if pipeline:
+        _pipeline(folder)
     output.say("")
     output.say("That was it. The data is still there to look at; try next:")
     following = _next(folder, scene.poison_id)
@@ -88,6 +94,18 @@ def demo(
         lines = [f"  {command}" for command, _ in following]
     for line in lines:
         output.say(line)
+
+
+def _pipeline(folder: Path) -> None:
+    """Run two jobs on what the scene left, as anyone would; without Spark or Java they say what to install."""
+    lake, page = str(folder / "lake"), str(folder / "report")
+    output.say("")
+    output.say("Now the same events on Spark: copied to a lake of Parquet files, then into a page with plots.")
+    for words in (("archive", "--lake", lake), ("report", "--out", page)):
+        output.say(f"$ postbus pipeline {' '.join(words)}")
+        command = [sys.executable, "-m", "postbus", "pipeline", *words, "--data", str(folder)]
+        if subprocess.run(command, check=False).returncode:  # noqa: S603 - this program itself
+            return
 
 
 def _play(folder: Path, length_s: float, *, as_json: bool) -> tuple[Scene, Picture]:
