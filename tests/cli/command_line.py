@@ -20,11 +20,11 @@ from typing import Any
 
 COMMANDS = (
     "demo", "publish", "tail", "events", "subscriptions", "requeue", "trace",
-    "dlq", "dlq list", "dlq show", "dlq replay", "dlq purge", "filter", "filter test",
-    "spool", "spool status", "spool drain",
+    "dlq", "dlq list", "dlq show", "dlq replay", "dlq purge",
+    "spool", "spool status", "spool drain", "filter", "filter test",
     "schemas", "schemas add", "schemas list", "schemas show", "schemas delete", "schemas bind", "schemas unbind",
-    "agents", "agents create", "agents list", "agents show", "agents remove", "agents subscribe",
-    "agents subscriptions", "agents unsubscribe", "agents reset", "agents lag", "agents targets", "agents revive",
+    "agents", "agents create", "agents list", "agents show", "agents remove", "agents targets",
+    "agents revive", "agents subscribe", "agents subscriptions", "agents unsubscribe", "agents reset", "agents lag",
     "inbox", "inbox read", "inbox ack", "inbox wait", "inbox watch", "inbox send", "inbox entries", "inbox flush",
     "inbox receipts", "timers", "timers add", "timers list", "timers remove", "timers pause", "timers resume",
     "sources", "sources add", "sources list", "sources show", "sources pause", "sources resume", "sources remove",

@@ -207,7 +207,8 @@ def test_the_banner_is_for_people(tmp_path: Path) -> None:
     line = [sys.executable, "-m", "postbus", "serve", "--data", str(tmp_path / "data"), "--port", "0"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(line, stdout=pipe, stderr=pipe, env=environment) as child:
+    # Unbuffered: what readline has taken in beyond its line would be lost to communicate.
+    with subprocess.Popen(line, stdout=pipe, stderr=pipe, env=environment, bufsize=0) as child:
         assert child.stdout is not None
         first = child.stdout.readline().decode()
         child.send_signal(signal.SIGINT)
