@@ -108,16 +108,9 @@ class Call:
         """Nothing is cached."""
 
 
-class _Turn:
-    """What came of one item, for a task that looks when its turn comes; ``later`` when it has to wait for it."""
-
-    __slots__ = ("later", "outcome")
-
-    def __init__(self) -> None:
-        self.outcome: Any = _OPEN
-        self.later: asyncio.Future[None] | None = None
-
-
+# What came of one item, for a task that looks when its turn comes, and what wakes it when it has to wait for it. A bare
+# list: one is made for every event that is appended.
+_Turn = list[Any]
 Job = tuple[Door, Any, "asyncio.Future[Any] | _Turn", asyncio.AbstractEventLoop]
 """A door, an item for it, who waits for the outcome, and on which loop."""
 
@@ -178,24 +171,25 @@ class Writer:
         if self._refusal is not None:
             raise self._refusal
         loop = asyncio.get_running_loop()
-        turn = _Turn()
+        turn: _Turn = [_OPEN, None]
         self._queue.append((door, item, turn, loop))
         if weight > INLINE_WEIGHT_MAX:
             self._heavy = True
         try:
             await _pass()
         except BaseException:
-            if turn.outcome is _OPEN:
+            if turn[0] is _OPEN:
                 self._schedule(loop)
             raise
-        if turn.outcome is _OPEN:
+        if turn[0] is _OPEN:
             self._flush(loop)
-            if turn.outcome is _OPEN:
-                turn.later = loop.create_future()
-                await turn.later
-        if isinstance(turn.outcome, BaseException):
-            raise turn.outcome
-        return turn.outcome
+            if turn[0] is _OPEN:
+                turn[1] = loop.create_future()
+                await turn[1]
+        outcome = turn[0]
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def submit(self, door: Door, item: object, weight: int = 1) -> asyncio.Future[Any]:
         """Queue an item; the future resolves after the commit that holds it. A cancelled wait does not undo it."""
@@ -440,11 +434,13 @@ class Writer:
     def _settle(pairs: list[tuple[Any, Any]], here: asyncio.AbstractEventLoop | None) -> None:
         elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
         for pair in pairs:
-            (_, _, future, loop), outcome = pair
-            if loop is here:
-                _tell(future, outcome)
-            else:
+            (_, _, waiter, loop), outcome = pair
+            if loop is not here:
                 elsewhere.setdefault(loop, []).append(pair)
+            elif type(waiter) is list and waiter[1] is None:
+                waiter[0] = outcome
+            else:
+                _tell(waiter, outcome)
         for loop, theirs in elsewhere.items():
             with contextlib.suppress(RuntimeError):  # that loop was closed; nobody waits there
                 loop.call_soon_threadsafe(_tell_all, theirs)
@@ -457,10 +453,10 @@ def _pass() -> Generator[None, None, None]:
 
 
 def _tell(waiter: asyncio.Future[Any] | _Turn, outcome: object) -> None:
-    if isinstance(waiter, _Turn):
-        waiter.outcome = outcome
-        if waiter.later is not None and not waiter.later.done():
-            waiter.later.set_result(None)
+    if isinstance(waiter, list):
+        waiter[0] = outcome
+        if waiter[1] is not None and not waiter[1].done():
+            waiter[1].set_result(None)
     elif waiter.done():
         return
     elif isinstance(outcome, BaseException):
