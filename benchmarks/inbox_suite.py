@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,9 @@ class _Matching(Contender):
     def prepare(self) -> None:
         """Compile the rules."""
 
+    @abstractmethod
     def match(self, event: Event) -> int:
         """Return how many rules match."""
-        raise NotImplementedError
 
     def run(self) -> dict[str, float]:
         """See ``Contender.run``."""

@@ -9,7 +9,7 @@ import msgspec
 if TYPE_CHECKING:
     from postbus.model import Event
 
-__all__ = ["HELLO", "KEEP_ALIVE", "Frames", "error_frame", "parse_places"]
+__all__ = ["HELLO", "KEEP_ALIVE", "Frames", "error_frame", "hello", "parse_places"]
 
 BYTES_MAX = 4 * 1024 * 1024
 CHUNKS_MAX = 64
@@ -18,6 +18,20 @@ DIGITS_MAX = 18
 
 HELLO = b": postbus\nretry: 1000\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+def hello(places: dict[int, int]) -> bytes:
+    """Return how a stream begins that the server keeps no place for: with the place to come back to.
+
+    Without it a reader that is cut off before its first event would start at the end again, and miss what came between.
+    """
+    if not places:
+        return HELLO
+    return b"id: %s\n%s" % (_cursor(places), HELLO)
+
+
+def _cursor(places: dict[int, int]) -> bytes:
+    return ",".join([f"{partition}:{offset}" for partition, offset in sorted(places.items())]).encode()
 
 
 def error_frame(code: str, message: str, **facts: int) -> bytes:
@@ -54,8 +68,7 @@ class Frames:
             pieces: list[bytes] = []
             for event in events:
                 places[event.partition] = max(event.offset, places.get(event.partition, -1))
-                cursor = ",".join([f"{partition}:{offset}" for partition, offset in sorted(places.items())])
-                pieces += (b"id: %s\n" % cursor.encode(), self.body(event))
+                pieces += (b"id: %s\n" % _cursor(places), self.body(event))
             return b"".join(pieces)
         first, last = events[0], events[-1]
         before = places.get(0, -1)

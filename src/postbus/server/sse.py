@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from postbus.bus.pull import parse_place
 from postbus.model import Invalid, NotFound, PostbusError
-from postbus.server.frames import HELLO, KEEP_ALIVE, Frames, error_frame, parse_places
+from postbus.server.frames import HELLO, KEEP_ALIVE, Frames, error_frame, hello, parse_places
 from postbus.server.readers import Connection, DurableGroup, PassingGroup
 from postbus.server.routes import Call, Named, Route, Scope, named_topic, tenant_of
 from postbus.topics import check_id
@@ -144,7 +144,7 @@ class EventStream(Response):
         cycle = _cycle(send)
         if cycle is not None:
             cycle.transport.set_write_buffer_limits(high=BUFFER_BYTES)
-        await _write(send, HELLO)
+        await _write(send, HELLO if self._group.durable else hello(self._connection.places))
         delivered = self._hub.metrics.delivered.labels(self._call.tenant)
         acked = self._hub.metrics.acked.labels(self._call.tenant)
         group, connection, slow_s = self._group, self._connection, self._readers.slow_s
