@@ -11,6 +11,8 @@ from postbus.bus import EventBus
 from postbus.bus.pull import PullDesk
 from postbus.bus.registry import Registered, Registry
 from postbus.bus.stats import subscription_states
+from postbus.delivery.claims import Claims
+from postbus.delivery.picking import Picker
 from postbus.log import SqliteLog
 from postbus.model import Conflict, Invalid, LeaseLost, NotFound, OffsetOutOfRange, Start, StartPolicy, StreamSettings
 from tests.pull_office import SUB, TENANT, TOPIC, Office, leases, numbers, office, turns
@@ -161,16 +163,31 @@ async def test_the_journal_shows_what_became_of_events(office: Office) -> None:
     assert [row[0] for row in await office.query(query, TOPIC)] == ["processing", "pending", "done", "pending"]
 
 
-async def test_what_is_acked_while_it_is_being_handed_out_again_does_not_come(office: Office) -> None:
+@pytest.mark.parametrize("step", [(Picker, "pick"), (Claims, "write")], ids=["before it is written", "after"])
+async def test_what_is_acked_while_it_is_being_handed_out_again_does_not_come(
+    office: Office, monkeypatch: pytest.MonkeyPatch, step: tuple[type, str]
+) -> None:
     puller = await office.make(200)
     await puller.pull(200)
     office.clock.advance(31)
+    reached, acked = asyncio.Event(), asyncio.Event()
+    taken = getattr(*step)
+
+    async def slowly(*arguments: Any) -> Any:
+        first = not reached.is_set()
+        result = await taken(*arguments)
+        if first:
+            reached.set()
+            await acked.wait()
+        return result
+
+    monkeypatch.setattr(*step, slowly)
     pulling = asyncio.create_task(puller.pull(200))
-    await asyncio.sleep(0)
+    await reached.wait()
     await puller.commit(0, 99)
+    acked.set()
     again = await pulling
-    late = [one for one in again if one.event.offset <= 99]
-    assert late == []
+    assert numbers(again) == list(range(100, 200))
     await puller.ack(leases(again))
     assert await office.lag() == [(199, 200, 0)]
     assert await office.query("SELECT * FROM delivery_rows") == []
