@@ -31,6 +31,7 @@ logger = logging.getLogger("postbus.delivery")
 
 RETRY_S = 0.5
 SETTLE_S = 0.005
+QUIET_S = 0.0015
 DROP_MAX = 500
 DROP_S = 0.1
 
@@ -180,18 +181,25 @@ class Lane:
             await asyncio.gather(feeding, return_exceptions=True)
 
     async def _gather(self) -> None:
-        """Let more come together before it is written, unless something waits for the write.
+        """Let more come together before it is written, unless something waits for the write or nothing more comes.
 
-        Right after an event was handled the next one is often being published; its commit must not wait for ours.
+        Right after an event was handled the next one is often being published; its commit must not wait for ours, and
+        one that is published a little later should not carry ours along.
         """
         board = self._board
         self._hurry.clear()
         if self._stopping or self._lost or board.pending or board.fetched >= board.reach:
             return
         self._changed.set()  # it is not at rest meanwhile
+        fetched = board.fetched
+        if not await self._hurried(QUIET_S) and board.fetched != fetched:  # more is coming
+            await self._hurried(SETTLE_S - QUIET_S)
+
+    async def _hurried(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_S):
-                await self._hurry.wait()
+            async with asyncio.timeout(timeout_s):
+                return await self._hurry.wait()
+        return False
 
     # --- feeding ---
 

@@ -18,6 +18,7 @@ import threading
 import time
 import types
 from collections import deque
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 import apsw
@@ -47,6 +48,7 @@ COUNT_CHANGE = """
 
 
 _OPEN: Any = object()
+_DOOR, _ITEM = itemgetter(0), itemgetter(1)
 
 
 class Door(Protocol):
@@ -331,9 +333,12 @@ class Writer:
         batch: list[Job],
         loop: asyncio.AbstractEventLoop | None,
     ) -> list[tuple[Any, Any]]:
-        groups: dict[Door, list[Any]] = {}
-        for job in batch:
-            groups.setdefault(job[0], []).append(job)
+        groups: dict[Door, list[Any]] = {door: [] for door in map(_DOOR, batch)}
+        if len(groups) == 1:
+            groups[batch[0][0]] = batch
+        else:
+            for job in batch:
+                groups[job[0]].append(job)
         settled: list[tuple[Any, Any]] = []
         changes, db = 0, self._db
         try:
@@ -343,7 +348,7 @@ class Writer:
                 self._look()
             for door, group in groups.items():
                 before = 0 if door.chained else db.total_changes()
-                settled += zip(group, door.run(db, [job[1] for job in group]), strict=True)
+                settled += zip(group, door.run(db, list(map(_ITEM, group))), strict=True)
                 if not door.chained and not changes and db.total_changes() != before:
                     changes = int(db.execute(COUNT_CHANGE).get)
             started = time.perf_counter()
@@ -433,10 +438,10 @@ class Writer:
     @staticmethod
     def _settle(pairs: list[tuple[Any, Any]], here: asyncio.AbstractEventLoop | None) -> None:
         elsewhere: dict[asyncio.AbstractEventLoop, list[tuple[Any, Any]]] = {}
-        for pair in pairs:
-            (_, _, waiter, loop), outcome = pair
+        for job, outcome in pairs:
+            _, _, waiter, loop = job
             if loop is not here:
-                elsewhere.setdefault(loop, []).append(pair)
+                elsewhere.setdefault(loop, []).append((job, outcome))
             elif type(waiter) is list and waiter[1] is None:
                 waiter[0] = outcome
             else:

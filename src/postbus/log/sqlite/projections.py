@@ -1,8 +1,9 @@
 """Projections: look-ups by topic, correlation and time, kept by an internal reader of the log.
 
-The append path writes no index for them. A task follows the log by row and catches up milliseconds after a commit, in
-one SQL statement per projection and chunk; a look-up scans the few rows that are not projected yet, so it never misses
-any. Projections hold nothing of their own: they can be dropped and rebuilt at any time.
+The append path writes no index for them. A task follows the log by row and catches up milliseconds after a commit: it
+sums up a chunk of rows on a connection of its own, so that publishers need not wait, and writes the few rows that
+come of it. A look-up scans what is not projected yet, so it never misses any. Projections hold nothing of their own:
+they can be dropped and rebuilt at any time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import apsw
 
@@ -36,16 +37,26 @@ NEXT_SEQ = "SELECT next_seq FROM projection_place WHERE name = 'log'"
 SAVE_NEXT_SEQ = "INSERT OR REPLACE INTO projection_place VALUES ('log', ?)"
 # How far the next chunk reaches: the last of the next CHUNK rows, NULL when there is none.
 REACH = f"SELECT max(seq) FROM (SELECT seq FROM events WHERE seq >= ? ORDER BY seq LIMIT {CHUNK})"  # noqa: S608 - a constant
-PROJECT = (
-    f"INSERT OR IGNORE INTO topic_blocks SELECT DISTINCT topic, seq / {BLOCK} FROM events WHERE seq BETWEEN ? AND ?",  # noqa: S608 - a constant
-    """INSERT OR IGNORE INTO correlation_rows SELECT correlation_id, seq FROM events
-       WHERE seq BETWEEN ? AND ? AND correlation_id IS NOT NULL""",
-    f"""INSERT INTO time_buckets
-       SELECT {MINUTE} AS m, stream_id, partition, min(seq), max(seq), count(*)
-       FROM events WHERE seq BETWEEN ? AND ? GROUP BY m, stream_id, partition
-       ON CONFLICT DO UPDATE SET first_seq = min(first_seq, excluded.first_seq),
-                                 last_seq = max(last_seq, excluded.last_seq), events = events + excluded.events""",  # noqa: S608 - a constant
-)
+# What a chunk of rows comes to.
+SUMS = f"""
+    SELECT topic, seq / {BLOCK} AS block, {MINUTE} AS m, stream_id, partition, min(seq), max(seq), count(*),
+           count(correlation_id)
+    FROM events WHERE seq BETWEEN ? AND ? GROUP BY topic, block, m, stream_id, partition
+"""  # noqa: S608 - constants only
+# Whether a chunk is still what it was: how many rows, and which is its last (numbers are given out again from the end).
+STILL = """
+    SELECT (SELECT count(*) FROM events WHERE seq BETWEEN ? AND ?), (SELECT chain FROM events WHERE seq = ?)
+"""
+SAVE_BLOCK = "INSERT OR IGNORE INTO topic_blocks VALUES (?, ?)"
+SAVE_CORRELATIONS = """
+    INSERT OR IGNORE INTO correlation_rows SELECT correlation_id, seq FROM events
+    WHERE seq BETWEEN ? AND ? AND correlation_id IS NOT NULL
+"""
+SAVE_BUCKET = """
+    INSERT INTO time_buckets VALUES (?, ?, ?, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET first_seq = min(first_seq, excluded.first_seq),
+                              last_seq = max(last_seq, excluded.last_seq), events = events + excluded.events
+"""
 EMPTY = (
     "DELETE FROM topic_blocks",
     "DELETE FROM correlation_rows",
@@ -91,10 +102,13 @@ class Projections:
     async def catch_up(self, progress: Callable[[int], None] = lambda _rows: None) -> None:
         """Project everything there is; ``progress`` gets the number of rows of each chunk."""
         while True:
-            rows = await self._store.write(_project, heavy=True)
-            progress(rows)
-            if rows < CHUNK:  # asking once more would find what came meanwhile, again and again
+            chunk = await self._store.read(_look)
+            if chunk is None:
                 return
+            if await self._store.write(chunk.save, heavy=chunk.correlated):
+                progress(chunk.rows)
+                if chunk.rows < CHUNK:  # asking once more would find what came meanwhile, again and again
+                    return
 
     async def rebuild(self, progress: Callable[[int], None] = lambda _rows: None) -> None:
         """Drop the projections and make them again."""
@@ -150,15 +164,43 @@ def _empty(db: apsw.Connection) -> None:
         db.execute(statement)
 
 
-def _project(db: apsw.Connection) -> int:
+class _Chunk(NamedTuple):
+    """Rows that are to be projected, summed up."""
+
+    start: int
+    end: int
+    rows: int
+    last: bytes
+    blocks: set[tuple[str, int]]
+    buckets: list[tuple[int, ...]]
+    correlated: bool
+
+    def save(self, db: apsw.Connection) -> bool:
+        """Write what the rows come to; False when they are not what they were, or others have projected them."""
+        span = (self.start, self.end)
+        if (db.execute(NEXT_SEQ).get or 0) != self.start or db.execute(STILL, (*span, self.end)).get != (
+            self.rows,
+            self.last,
+        ):
+            return False
+        db.executemany(SAVE_BLOCK, self.blocks)
+        db.executemany(SAVE_BUCKET, self.buckets)
+        if self.correlated:
+            db.execute(SAVE_CORRELATIONS, span)
+        db.execute(SAVE_NEXT_SEQ, (self.end + 1,))
+        return True
+
+
+def _look(db: apsw.Connection) -> _Chunk | None:
+    """Sum up the next rows; None when there are none."""
     start = db.execute(NEXT_SEQ).get or 0
     end = db.execute(REACH, (start,)).get
     if end is None:
-        return 0
-    for statement in PROJECT:
-        db.execute(statement, (start, end))
-    db.execute(SAVE_NEXT_SEQ, (end + 1,))
-    return int(end - start + 1)
+        return None
+    sums = list(db.execute(SUMS, (start, end)))
+    rows, last = db.execute(STILL, (start, end, end)).get
+    blocks = {(topic, block) for topic, block, *_ in sums}
+    return _Chunk(start, end, rows, last, blocks, [row[2:8] for row in sums], any(row[8] for row in sums))
 
 
 def _behind(db: apsw.Connection) -> bool:
