@@ -1,109 +1,131 @@
-"""The suite "spark": reading, matching, archiving and reporting a log of a million events, against plain processes."""
+"""The suite "spark": reading, matching, filling inboxes, archiving and reporting, against plain processes.
+
+All races work on the same logs and with the same two sessions (one core, and all of them), which live as long as the
+suite.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import atexit
+import functools
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
 
 from benchmarks.harness import Contender, Measure, Missing, Options, Race
-from benchmarks.inbox_suite import events as bench_events
-from benchmarks.spark_worker import rule_list
-from postbus.filters import FilterIndex, compile_filter
-from postbus.log import SqliteLog
-from postbus.model import Draft, NotFound, StreamSettings
-from postbus.spark.extent import Extent, extents, folder_of, reading
-from postbus.spark.matcher import events_of
-from postbus.spark.reading import Range, read_range
-from postbus.spark.schema import COLUMNS
+from benchmarks.spark_load import build, materialize_plainly, read_share
+from postbus.model import NotFound
+from postbus.spark.extent import extents, folder_of, reading
 from postbus.spark.session import find_java
 
 __all__ = ["races"]
 
-STREAM = "bench.default.journal"
-PARTITIONS = 4
-PAGE = 2_000
 CORES = os.cpu_count() or 1
-ONE, BARE = "one plain process", f"{CORES} plain processes"
+ONE, ALL = "one plain process", f"{CORES} plain processes"
 
 
-def build(folder: Path, count: int) -> str:
-    """Make the log that all contenders of a race read, once."""
-    data = folder.parent / f"log-{count}"
-    if not data.exists():
-        asyncio.run(_fill(data, count))
-    return str(data)
+@functools.cache
+def _place() -> Path:
+    """Return the folder of the logs, which is gone when the suite has ended."""
+    Path("build").mkdir(exist_ok=True)
+    place = Path(mkdtemp(prefix="bench-spark-", dir="build")).absolute()
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    return place
 
 
-async def _fill(data: Path, count: int) -> None:
-    log = SqliteLog.open(data, durability="relaxed")
-    try:
-        await log.ensure_stream(STREAM, StreamSettings(partitions=PARTITIONS))
-        sample = bench_events(min(count, 50_000))
-        for start in range(0, count, PAGE):
-            some = [sample[number % len(sample)] for number in range(start, min(start + PAGE, count))]
-            await log.append(STREAM, [_draft(event) for event in some])
-    finally:
-        await log.close()
+class _Session:
+    """A session in a process of its own."""
 
-
-def _draft(event: Any) -> Draft:
-    return Draft(
-        topic=event.topic, source=event.source, payload_json=event.payload_json, metadata_json=event.metadata_json
-    )
-
-
-class SparkWorker(Contender):
-    """A session of its own that does one kind of work."""
-
-    def __init__(self, name: str, work: str, count: int, cores: int = CORES, *, prepare: str | None = None) -> None:
-        self.name = name
-        self._work = work
-        self._prepare = prepare
-        self._count = count
-        self._cores = cores
-
-    def open(self, folder: Path) -> None:
-        """See ``Contender.open``."""
-        try:
-            find_java()
-        except NotFound as error:
-            raise Missing(f"{error.message}; {error.hint}") from error
-        data = build(folder, self._count)
-        command = [sys.executable, "-m", "benchmarks.spark_worker", f"local[{self._cores},4]", data]
+    def __init__(self, cores: int) -> None:
+        command = [sys.executable, "-m", "benchmarks.spark_worker", f"local[{cores},4]"]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
+        atexit.register(self.close)
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n"
-        for work in (self._prepare, self._work):
-            if work is not None:
-                self._ask(work)
 
-    def _ask(self, work: str) -> float:
+    def ask(self, work: str, data: str) -> float:
+        """Have a piece of work done on a log; return its seconds."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(work + "\n")
+        self._process.stdin.write(f"{work} {data}\n")
         return float(self._process.stdout.readline())
 
-    def run(self) -> dict[str, float]:
-        """See ``Contender.run``."""
-        seconds = self._ask(self._work)
-        return {"rate": self._count / seconds, "seconds": seconds}
-
     def close(self) -> None:
-        """See ``Contender.close``."""
+        """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(60)
 
 
+@functools.cache
+def _session(cores: int) -> _Session:
+    try:
+        find_java()
+    except NotFound as error:
+        raise Missing(f"{error.message}; {error.hint}") from error
+    return _Session(cores)
+
+
+class OnSpark(Contender):
+    """One kind of work in a session. ``changes``: every turn gets a copy of the log, outside of what is timed."""
+
+    def __init__(
+        self,
+        name: str,
+        work: str,
+        count: int,
+        cores: int = CORES,
+        *,
+        prepare: str | None = None,
+        changes: bool = False,
+        warm: bool = True,
+    ) -> None:
+        self.name = name
+        self._work = work
+        self._count = count
+        self._cores = cores
+        self._prepare = prepare
+        self._changes = changes
+        self._warm = warm
+
+    def open(self, folder: Path) -> None:
+        """See ``Contender.open``."""
+        self._session = _session(self._cores)
+        self._data = build(_place(), self._count)
+        self._folder = folder
+        if self._prepare is not None:
+            self._session.ask(self._prepare, self._data)
+        if self._warm:
+            self.run()
+
+    def run(self) -> dict[str, float]:
+        """See ``Contender.run``."""
+        data = _copy(self._data, self._folder) if self._changes else self._data
+        seconds = self._session.ask(self._work, data)
+        return {"rate": self._count / seconds, "seconds": seconds}
+
+    def close(self) -> None:
+        """See ``Contender.close``; the session serves others."""
+
+
+def _copy(data: str, folder: Path) -> str:
+    """Return a fresh copy of a log that is surely on disk, in place of the last one."""
+    copy = folder.absolute() / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(data, copy)
+    os.sync()
+    return str(copy)
+
+
 class Plain(Contender):
-    """The same reading, or reading and matching, by one plain process per core."""
+    """The same work by plain processes; ``do`` gives the events of one turn to a pool of them."""
 
     def __init__(self, name: str, count: int, *, matching: bool, processes: int = CORES) -> None:
         self.name = name
@@ -113,7 +135,8 @@ class Plain(Contender):
 
     def open(self, folder: Path) -> None:
         """See ``Contender.open``."""
-        self._data = build(folder, self._count)
+        del folder
+        self._data = build(_place(), self._count)
         with reading(folder_of(self._data)) as db:
             self._extents = extents(db)
         self._pool = multiprocessing.get_context("spawn").Pool(self._processes)
@@ -121,11 +144,8 @@ class Plain(Contender):
 
     def run(self) -> dict[str, float]:
         """See ``Contender.run``."""
-        started = time.perf_counter()
         shares = [(self._data, extent, self._matching) for extent in self._extents]
-        assert sum(self._pool.starmap(read_share, shares, chunksize=1)) == self._count
-        seconds = time.perf_counter() - started
-        return {"rate": self._count / seconds, "seconds": seconds}
+        return _timed(self._count, lambda: sum(self._pool.starmap(read_share, shares, chunksize=1)))
 
     def close(self) -> None:
         """See ``Contender.close``."""
@@ -133,72 +153,108 @@ class Plain(Contender):
         self._pool.join()
 
 
-def read_share(data: str, extent: Extent, matching: bool) -> int:  # noqa: FBT001 - called by starmap
-    """Read one partition, match its events if asked to, and say how many they were."""
-    index: FilterIndex[str] = FilterIndex()
-    for rule in rule_list() if matching else []:
-        index.add(rule.id, rule.pattern, compile_filter(rule.filter))
-    count = 0
-    for batch in read_range(data, Range(extent, extent.first, extent.head), list(COLUMNS.values())):
-        count += batch.num_rows
-        if matching:
-            for event in events_of(batch):
-                index.match(event)
-    return count
+class PlainInboxes(Contender):
+    """Inboxes filled by one plain process with the same matcher, through the same door."""
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name = name
+        self._count = count
+
+    def open(self, folder: Path) -> None:
+        """See ``Contender.open``."""
+        self._data = build(_place(), self._count)
+        self._folder = folder
+        self._pool = multiprocessing.get_context("spawn").Pool(1)
+        self._pool.apply(os.getpid)
+
+    def run(self) -> dict[str, float]:
+        """See ``Contender.run``."""
+        copy = _copy(self._data, self._folder)
+        return _timed(self._count, lambda: self._pool.apply(materialize_plainly, (copy,)))
+
+    def close(self) -> None:
+        """See ``Contender.close``."""
+        self._pool.close()
+        self._pool.join()
+
+
+def _timed(count: int, work: Callable[[], int]) -> dict[str, float]:
+    started = time.perf_counter()
+    assert work() == count
+    seconds = time.perf_counter() - started
+    return {"rate": count / seconds, "seconds": seconds}
 
 
 def races(options: Options) -> list[Race]:
     """Return the races of the suite."""
     count = options.pick(1_000_000, 20_000)
-    more = options.pick(5_000_000, 40_000)
-    read = [
+    return [_read(count), _match(count), _materialize(count), _jobs(count), _growth(count, options)]
+
+
+def _read(count: int) -> Race:
+    contenders = [
         Plain(ONE, count, matching=False, processes=1),
-        Plain(BARE, count, matching=False),
-        SparkWorker("Spark", "read", count),
-        SparkWorker("Spark, 1 core", "read", count, 1),
+        Plain(ALL, count, matching=False),
+        OnSpark("Spark", "read", count),
+        OnSpark("Spark, 1 core", "read", count, 1),
     ]
-    match = [
-        Plain(BARE, count, matching=True),
-        SparkWorker("Spark", "match", count),
-        SparkWorker("Spark, 1 core", "match", count, 1),
+    measures = [
+        Measure("reading", "rate", "Spark", ONE, at_least=0.7),
+        Measure("reading, against all cores", "rate", "Spark", ALL),
+        Measure("cores", "rate", "Spark", "Spark, 1 core", at_least=1.6),
     ]
-    jobs: list[Contender] = [
-        SparkWorker("archive", "archive", count),
-        SparkWorker("verify", "verify", count, prepare="prepare"),
-        SparkWorker("report", "report", count),
+    about = f"{count:,} events of 500 B through the data source, against ADBC into Arrow in a plain process"
+    return Race("read", about, contenders, measures)
+
+
+def _match(count: int) -> Race:
+    contenders = [
+        Plain(ALL, count, matching=True),
+        OnSpark("Spark", "match", count),
+        OnSpark("Spark, 1 core", "match", count, 1),
     ]
-    sizes = (("small", count), ("large", more))
-    grown: list[Contender] = [
-        SparkWorker(f"{work}, {size}", work, number) for work in ("read", "archive") for size, number in sizes
+    measures = [
+        Measure("matching", "rate", "Spark", ALL, at_least=0.6),
+        Measure("cores", "rate", "Spark", "Spark, 1 core", at_least=1.6),
     ]
-    return [
-        Race(
-            "read",
-            f"{count:,} events of 500 B through the data source, against ADBC into Arrow in a plain process",
-            read,
-            [
-                Measure("reading", "rate", "Spark", ONE, at_least=0.7),
-                Measure("reading, against all cores", "rate", "Spark", BARE),
-                Measure("cores", "rate", "Spark", "Spark, 1 core", at_least=1.6),
-            ],
-        ),
-        Race(
-            "match",
-            f"1,000 subscriptions on {count:,} events, against the same matcher in one process per core",
-            match,
-            [
-                Measure("matching", "rate", "Spark", BARE, at_least=0.6),
-                Measure("cores", "rate", "Spark", "Spark, 1 core", at_least=1.6),
-            ],
-        ),
-        Race("jobs", f"the jobs over {count:,} events", jobs, [Measure(each.name, "rate", each.name) for each in jobs]),
-        Race(
-            "growth",
-            f"{more:,} events against {count:,}",
-            grown,
-            [
-                Measure(f"{work} as the log grows", "rate", f"{work}, large", f"{work}, small", at_least=1 / 1.2)
-                for work in ("read", "archive")
-            ],
-        ),
+    about = f"1,000 subscriptions on {count:,} events, against the same matcher in one process per core"
+    return Race("match", about, contenders, measures)
+
+
+def _materialize(count: int) -> Race:
+    contenders = [
+        PlainInboxes(ONE, count),
+        OnSpark("Spark", "materialize", count, changes=True),
+        OnSpark("Spark, 1 core", "materialize", count, 1, changes=True),
     ]
+    measures = [
+        Measure("filling inboxes", "rate", "Spark", ONE, at_least=0.6),
+        Measure("filling inboxes on one core", "rate", "Spark, 1 core", ONE),
+        Measure("cores", "rate", "Spark", "Spark, 1 core"),
+    ]
+    about = f"1,000 subscriptions of 100 agents, {count:,} events into their inboxes, FULL"
+    return Race("materialize", about, contenders, measures)
+
+
+def _jobs(count: int) -> Race:
+    contenders: list[Contender] = [
+        OnSpark("archive", "archive", count),
+        OnSpark("verify", "verify", count, prepare="prepare"),
+        OnSpark("report", "report", count),
+    ]
+    measures = [Measure(each.name, "rate", each.name) for each in contenders]
+    return Race("jobs", f"the jobs over {count:,} events", contenders, measures)
+
+
+def _growth(count: int, options: Options) -> Race:
+    more = options.pick(5_000_000, 40_000)
+    contenders: list[Contender] = [
+        OnSpark(f"{work}, {size}", work, number, warm=size == "small")
+        for work in ("read", "archive")
+        for size, number in (("small", count), ("large", more))
+    ]
+    measures = [
+        Measure(f"{work} as the log grows", "rate", f"{work}, large", f"{work}, small", at_least=1 / 1.2)
+        for work in ("read", "archive")
+    ]
+    return Race("growth", f"{more:,} events against {count:,}", contenders, measures)

@@ -1,26 +1,27 @@
 """A Spark session in a process of its own, which does one piece of work per line of its input and answers its seconds.
 
-``python -m benchmarks.spark_worker MASTER DATA``. Several stand ready beside each other: a process can have only
-one session.
+``python -m benchmarks.spark_worker MASTER``; a line is the work and the log it is done on. Several stand ready beside
+each other: a process can have only one session.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import shutil
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.inbox_suite import rules
+from benchmarks.spark_load import rule_list
 from postbus.spark.jobs.archive import archive
+from postbus.spark.jobs.materialize import materialize
 from postbus.spark.jobs.report import report
 from postbus.spark.jobs.verify import verify_lake
 from postbus.spark.lake import Lake
-from postbus.spark.matcher import Rule, matched
+from postbus.spark.matcher import matched
 from postbus.spark.session import Settings, opened_session
 
 if TYPE_CHECKING:
@@ -28,53 +29,47 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["RULES", "rule_list"]
-
-RULES = 1_000
+__all__ = ["works"]
 
 
-def rule_list() -> list[Rule]:
-    """Return the subscriptions that are matched: of the kinds people write."""
-    return [Rule(str(number), pattern, spec) for number, (pattern, spec) in enumerate(rules(RULES))]
-
-
-def works(spark: SparkSession, data: str) -> dict[str, Callable[[], None]]:
-    """Return what this worker can do."""
+def works(spark: SparkSession) -> dict[str, Callable[[str], object]]:
+    """Return what this worker can do to a log."""
     numbers = itertools.count()
-    first = Lake(f"{data}-lake-first")
 
-    def events() -> DataFrame:
+    def events(data: str) -> DataFrame:
         return spark.read.format("postbus").option("data", data).load()
 
-    def archive_anew() -> None:
+    def discard(frame: DataFrame) -> None:
+        frame.write.format("noop").mode("overwrite").save()
+
+    def archive_anew(data: str) -> None:
         folder = f"{data}-lake-{next(numbers)}"
         archive(spark, data, Lake(folder))
         shutil.rmtree(folder)
 
-    def verify() -> None:
-        assert verify_lake(spark, first, data).ok
-
-    def prepare() -> None:
-        archive(spark, data, first)
+    def verify(data: str) -> None:
+        assert verify_lake(spark, Lake(f"{data}-lake-first"), data).ok
 
     return {
-        "read": lambda: events().write.format("noop").mode("overwrite").save(),
-        "match": lambda: matched(events(), rule_list()).write.format("noop").mode("overwrite").save(),
+        "read": lambda data: discard(events(data)),
+        "match": lambda data: discard(matched(events(data), rule_list())),
+        "materialize": lambda data: asyncio.run(materialize(spark, data)),
         "archive": archive_anew,
-        "prepare": prepare,
+        "prepare": lambda data: archive(spark, data, Lake(f"{data}-lake-first")),
         "verify": verify,
-        "report": lambda: (report(spark, data, f"{data}-report"), None)[1],
+        "report": lambda data: report(spark, data, f"{data}-report"),
     }
 
 
-def main(master: str, data: str) -> None:
+def main(master: str) -> None:
     """Answer until the input ends."""
     with opened_session(Settings(master=master, memory="2g", shuffle_partitions=4)) as spark:
-        known = works(spark, str(Path(data).absolute()))
+        known = works(spark)
         print("ready", flush=True)
         for line in sys.stdin:
+            work, _, data = line.strip().partition(" ")
             started = time.perf_counter()
-            known[line.strip()]()
+            known[work](data)
             print(msgspec.json.encode(time.perf_counter() - started).decode(), flush=True)
 
 

@@ -68,7 +68,7 @@ class Gate:
             self.running -= 1
 
 
-async def eventually(holds: Callable[[], object], within_s: float = 10.0) -> None:
+async def eventually(holds: Callable[[], object], within_s: float = 60.0) -> None:
     """Wait in real time, for what no fake clock moves: threads, other processes, other buses."""
     async with asyncio.timeout(within_s):
         while not holds():  # noqa: ASYNC110 - what is waited for knows nothing of this loop

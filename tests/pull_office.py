@@ -94,7 +94,7 @@ async def turns(count: int = 50) -> None:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - a threshold, not an event
             await asyncio.sleep(0.005)
 

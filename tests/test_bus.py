@@ -27,7 +27,8 @@ from postbus.model import DeliveryStatus, Durability, OffsetOutOfRange
 from postbus.testing import BusKit
 from tests.handlers import Gate, Recorder, eventually, fails
 
-WELL_BELOW_POLL_S = 2.5
+POLL_S = 600.0
+WELL_BELOW_POLL_S = 60.0
 
 
 # --- publishing -------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ async def test_a_thousand_waiting_events_drain_without_any_time_passing() -> Non
 
 async def test_a_thousand_waiting_events_drain_well_below_the_poll_interval(tmp_path: Path) -> None:
     got = Recorder()
-    bus = EventBus(tmp_path)
+    bus = EventBus(tmp_path, poll_interval=POLL_S)
     await asyncio.gather(*(bus.publish("tick", "test", number) for number in range(1000)))
     bus.subscribe("tick", got, "reader")
     async with bus:
@@ -141,7 +142,7 @@ async def test_a_thousand_waiting_events_drain_well_below_the_poll_interval(tmp_
 
 async def test_an_idle_bus_is_woken_at_once(tmp_path: Path) -> None:
     got = Recorder()
-    async with EventBus(tmp_path) as bus:
+    async with EventBus(tmp_path, poll_interval=POLL_S) as bus:
         bus.subscribe("tick", got, "reader")
         await asyncio.sleep(0.1)
         await bus.publish("tick", "test", 1)
@@ -257,17 +258,26 @@ async def test_a_lease_is_kept_while_stopping_waits_for_a_handler() -> None:
         second.subscribe("a", other, "slow")
         await second.start()
         stopping = asyncio.create_task(kit.bus.stop())
+        log = await second.open()
+
+        async def left_s() -> float:
+            until_us = await log.store.read(lambda db: db.execute("SELECT min(until_us) FROM lanes").get)
+            return float(until_us) / 1e6 - kit.clock.monotonic_s()
+
         for _ in range(20):
-            await asyncio.sleep(0.01)
             kit.clock.advance(1)
+            async with asyncio.timeout(60):
+                while await left_s() <= 1:  # noqa: ASYNC110 - it is renewed before the next second is over
+                    await asyncio.sleep(0.001)
         assert not stopping.done()
         assert other.events == []
         gate.open.set()
         await stopping
         await kit.publish("a", 2)
-        for _ in range(200):
-            await asyncio.sleep(0.005)
-            kit.clock.advance(0.1)
+        async with asyncio.timeout(60):
+            while not other.events:
+                await asyncio.sleep(0.005)
+                kit.clock.advance(0.1)
         await second.stop()
     assert [event.payload for event in gate.finished] == [1]
     assert other.payloads == [2]
@@ -343,9 +353,9 @@ async def test_a_bus_that_cannot_start_lets_go_of_everything(tmp_path: Path) -> 
 # --- where it runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("url", ["nats://localhost", "kafka://x"])
+@pytest.mark.parametrize("url", ["redis://localhost", "http://x"])
 async def test_a_place_the_bus_cannot_run_on_is_refused(url: str) -> None:
-    with pytest.raises(Invalid, match="cannot run on"):
+    with pytest.raises(Invalid, match="no log kind is called"):
         await EventBus(url).publish("a", "test", 1)
 
 

@@ -131,7 +131,7 @@ async def test_an_event_that_asks_for_nothing_gets_no_reply() -> None:
 async def test_requests_of_one_process_are_answered_by_another_bus(tmp_path: Any) -> None:
     async with EventBus(tmp_path) as asking, EventBus(tmp_path) as answering:
         answering.subscribe("math.double", double, "doubler")
-        replies = await asyncio.gather(*(asking.request("math.double", number, timeout=20) for number in range(10)))
+        replies = await asyncio.gather(*(asking.request("math.double", number, timeout=60) for number in range(10)))
     assert [reply.payload for reply in replies] == [2 * number for number in range(10)]
 
 

@@ -290,7 +290,7 @@ async def test_a_reset_from_the_command_line_reaches_a_bus_that_runs_in_another_
             await bus.publish("a.x", "test", 3)
             await eventually(lambda: _done(record)[-1] == "3", within_s=30)
         finally:
-            process.communicate(timeout=30)
+            process.communicate(timeout=60)
             await bus.stop()
 
 

@@ -104,7 +104,7 @@ async def test_statuses_agree_with_the_journal(tmp_path: Path) -> None:
         for number in range(9):
             await bus.publish("a.b", "test", number)
         await bus.publish("nobody", "test", 0)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await all_seen.wait()
     for number in range(3):
         await bus.publish("a.b", "test", number)
@@ -122,7 +122,7 @@ async def test_statuses_agree_with_the_journal(tmp_path: Path) -> None:
 
 async def collect(log: SqliteLog, count: int, places: dict[tuple[str, int, int], int]) -> list[Event]:
     found: list[Event] = []
-    async with asyncio.timeout(30), aclosing(follow(log, TENANT, places)) as pages:  # type: ignore[type-var]
+    async with asyncio.timeout(60), aclosing(follow(log, TENANT, places)) as pages:  # type: ignore[type-var]
         async for page in pages:
             found += page
             if len(found) >= count:

@@ -25,6 +25,11 @@ TEXTS = st.sampled_from(
         "variant == 'v'", "'b' == payload['u']", "topic == 'a.b' && payload.t != 1", "payload.t.x == null",
         "payload.t == 'a' || payload.u == 'b'", "!(payload.t == 'a')", "has(payload.t)",
         "key == null", "payload.t in [payload.u]", "payload == 'a'",
+        "'a' in payload.t", "1 in payload.t", "'t' in payload", "null in payload.u",
+        "payload.t == 'a' || payload.t == 1",
+        "payload.t == 'a' || variant == 'v' || 'b' in payload.u", "payload.t == 'a' || has(payload.u)",
+        "(payload.t == 'a' && payload.u == 'b') || (variant == 'v' && 'x' in payload.t)",
+        "payload.u != 1 && (payload.t == true || key == 'a' || payload.u.t == 'b')",
     ]
 )  # fmt: skip
 SPECS = st.fixed_dictionaries(
@@ -96,6 +101,22 @@ def test_only_candidates_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     found = index.match(event({"kind": "a", "repo": "r7", "n": 10_000}))
     assert found == list(range(7, 2_000, 500))
     assert len(evaluated) <= 12
+
+
+def test_what_an_alternative_or_a_list_must_hold_leads_to_the_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluated = count_evaluations(monkeypatch)
+    index: FilterIndex[int] = FilterIndex()
+    for number in range(500):
+        index.add(number, "a.>", compile_filter({"expr": f"payload.n == {number} || metadata.by == 'u{number}'"}))
+        index.add(500 + number, "a.>", compile_filter({"expr": f"'u{number}' in payload.asked"}))
+        both = f"(payload.n == {number} && metadata.by == 'u{number}') || 'k{number}' in metadata"
+        index.add(1_000 + number, "a.>", compile_filter({"expr": both}))
+    given_event = event({"n": 3, "asked": ["u5", "u6"]}, {"by": "u3", "k9": 1})
+    assert sorted(index.match(given_event)) == [3, 505, 506, 1_003, 1_009]
+    assert len(evaluated) <= 6
+    for number in range(1_500):
+        assert index.remove(number) is True
+    assert index.match(given_event) == []
 
 
 def test_the_same_filter_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:

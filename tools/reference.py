@@ -19,6 +19,7 @@ import typer.main
 
 import postbus
 import postbus.cli
+import postbus.kernel
 import postbus.model
 from postbus.server.openapi import document
 from postbus.server.table import ROUTES
@@ -233,7 +234,7 @@ def pages() -> dict[str, str]:
     return {
         "cli.md": cli_reference(typer.main.get_command(postbus.cli.app)),
         "http.md": http_reference(document(ROUTES)),
-        "python.md": python_reference(postbus, postbus.model),
+        "python.md": python_reference(postbus, postbus.model, postbus.kernel),
     }
 
 

@@ -548,7 +548,10 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpoolEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One event waiting on disk for a remote that cannot be reached; the remote knows it by its ``identity``."""
+    """One event waiting on disk for a remote that cannot be reached; the remote knows it by its ``identity``.
+
+    ``since``: where the remote's partitions ended, as far as was known, before it was sent for the first time.
+    """
 
     sequence: int
     stream: str
@@ -557,6 +560,7 @@ class SpoolEntry(msgspec.Struct, frozen=True, kw_only=True):
     tried: bool = False
     attempts: int = 0
     enqueued_at_us: int = 0
+    since: tuple[int, ...] = ()
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Bus:
 
         self._call(subscribe)
 
-    def unsubscribe(self, topic: str, subscriber_id: str) -> None:
+    def unsubscribe(self, topic: str | None, subscriber_id: str) -> None:
         """See ``EventBus.unsubscribe``."""
 
         async def unsubscribe() -> None:

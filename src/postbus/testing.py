@@ -255,6 +255,8 @@ class BusKit:
         writer = log.store.writer
         if self._reads or writer._queue or writer._lock.locked():  # noqa: SLF001 - as above
             return None
+        if getattr(log, "behind", False):  # the copy of a remote has not all that was published
+            return None
         if bus._running and any(subscriber.busy for subscriber in subscribers):  # noqa: SLF001 - as above
             return None
         return [tuple(s.counts.values()) for s in subscribers], log.known_heads()

@@ -17,7 +17,7 @@ import pytest
 
 __all__ = ["NatsServer", "nats_server"]
 
-START_S = 20.0
+START_S = 60.0
 
 
 def _binary() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 
 import nats
@@ -14,7 +15,7 @@ from postbus.broker.nats import NatsBroker
 from postbus.model import Invalid, InvalidPayload, LimitExceeded, Unreachable
 from tests.broker.nats_server import NatsServer
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest_asyncio.fixture
@@ -85,6 +86,47 @@ async def test_a_request_ends_when_the_connection_is_lost(server: NatsServer, br
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(Unreachable, match=r"NATS was (lost|closed)"):
                 await asked
+
+
+async def test_it_comes_back_when_the_server_dies_with_something_unsent(
+    server: NatsServer, broker: NatsBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = await broker.subscribe("a")
+    client = broker.link.client
+    server.pause()
+    sending = []
+    async with asyncio.timeout(PATIENCE_S):
+        while not client.pending_data_size:  # until the connection takes no more
+            sending.append(asyncio.create_task(broker.publish("b", "x" * 900_000)))
+            await asyncio.sleep(0.01)
+    server.kill()
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.gather(*sending, return_exceptions=True)
+        assert await got(listener) == Missed(None)
+        server.start()
+        await back(broker)
+    await broker.publish("a", 1)
+    assert await got(listener) == Message("a", b"1")
+    del client
+    gc.collect()
+    assert "Traceback" not in caplog.text
+
+
+async def test_no_password_is_written_down(server: NatsServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    broker = NatsBroker(server.url.replace("://", "://kate:s3cret@"))
+    await broker.start(wait_s=PATIENCE_S)
+    listener = await broker.subscribe("a")
+    server.kill()
+    assert await got(listener) == Missed(None)
+    with pytest.raises(Unreachable) as refused:
+        await broker.publish("a", 1)
+    await broker.close()
+    assert "the connection was lost" in caplog.text
+    assert "s3cret" not in caplog.text + str(refused.value)
+    with pytest.raises(Invalid) as wrong:
+        NatsBroker("http://kate:s3cret@127.0.0.1:4222")
+    assert "s3cret" not in str(wrong.value)
 
 
 async def test_it_starts_without_a_server_and_connects_when_there_is_one(server: NatsServer) -> None:

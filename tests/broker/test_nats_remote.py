@@ -25,7 +25,7 @@ from tests.broker.nats_server import NatsServer
 from tests.broker.remotes import STREAM, numbered
 from tests.proxy import Proxy
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 @pytest_asyncio.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from postbus.log import SqliteLog
 from postbus.model import Backpressure, Draft, Event, Invalid, LimitExceeded, Receipt, SpoolEntry
 from tests.broker.remotes import STREAM, MemoryRemote, numbered
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 TENANT = "local.default"
 
 
@@ -194,10 +194,12 @@ async def test_a_look_that_came_too_early_does_not_open_the_straight_way(log: Sq
 
         entering, seen, said, again = (asyncio.Event() for _ in range(4))
 
-        async def put(self, stream: str, identity: str, draft: Draft, *, tried: bool = False) -> int:
+        async def put_all(
+            self, stream: str, events: Sequence[tuple[str, Draft]], *, tried: bool = False, since: Sequence[int] = ()
+        ) -> list[int]:
             self.entering.set()
             await self.seen.wait()
-            return await super().put(stream, identity, draft, tried=tried)
+            return await super().put_all(stream, events, tried=tried, since=since)
 
         async def head(self, limit: int) -> list[SpoolEntry | Broken]:
             if self.seen.is_set():

@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,17 +30,18 @@ COMMANDS = (
     "sources", "sources add", "sources list", "sources show", "sources pause", "sources resume", "sources remove",
     "sources poll", "sources run", "deliveries", "deliveries send", "deliveries actions", "deliveries invoke",
     "deliveries list", "deliveries show", "deliveries retry", "deliveries run",
+    "host", "extensions", "doctor", "new-extension",
     "serve", "topics", "topics create", "topics list", "topics show", "topics delete",
     "keys", "keys create", "keys list", "keys revoke", "keys rotate",
     "quota", "quota set", "quota list", "quota clear",
     "append", "read", "streams", "consumers", "lag",
-    "verify", "salvage", "backup", "restore", "stats", "compact",
+    "verify", "salvage", "backup", "restore", "copy", "stats", "compact",
     "pipeline", "pipeline archive", "pipeline verify", "pipeline status", "pipeline ingest", "pipeline replay",
     "pipeline validate", "pipeline report", "pipeline run", "pipeline backfill", "pipeline hand-over",
 )  # fmt: skip
 JOURNAL = "local.default.journal"
 ORDERS = "local.default.orders"
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -111,12 +112,14 @@ def beside(data: Path) -> Iterator[Wait]:
             child.kill()
 
 
-def on_terminal(*words: str, columns: int = 80, given: str = "") -> tuple[int, str]:
+def on_terminal(
+    *words: str, columns: int = 80, given: str = "", program: Sequence[str] = ("-m", "postbus")
+) -> tuple[int, str]:
     """Run a command on a terminal of its own, type what is given; returns its exit code and all it printed there."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     environment = os.environ | {"TERM": "xterm-256color"}
-    command = [sys.executable, "-m", "postbus", *words]
+    command = [sys.executable, *program, *words]
     with subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment) as child:
         os.close(slave)
         os.write(master, given.encode())

@@ -15,7 +15,7 @@ from postbus.model import Invalid, InvalidPayload, LimitExceeded, NoResponder, R
 
 __all__ = ["BrokerConformance"]
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 # pattern, topic, whether it matches
 WILDCARDS = [

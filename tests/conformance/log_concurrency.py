@@ -36,7 +36,7 @@ async def in_threads(work: Callable[[int], Coroutine[Any, Any, T]]) -> list[T | 
     barrier = threading.Barrier(WORKERS)
 
     def run(number: int) -> T:
-        barrier.wait(30)
+        barrier.wait(60)
         return asyncio.run(work(number))
 
     loop = asyncio.get_running_loop()
@@ -238,7 +238,7 @@ class ConcurrencyRules(LogSuite):
         waiting = asyncio.create_task(case.log.wait(stream, 0, 10, 30.0))
         await asyncio.sleep(0.05)
         await other.append(stream, batch(1))
-        assert await asyncio.wait_for(waiting, 5.0)
+        assert await asyncio.wait_for(waiting, 60.0)
         assert await case.pending("reader") == [7, 8, 9, 10]
 
     async def test_two_logs_agree_after_trims_and_deletes(self, case: Case) -> None:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import ClassVar
+from urllib.parse import urlencode
 
 from postbus.clock import Clock
 from postbus.log import SqliteLog, open_log
 from postbus.log.contract import Log
+from postbus.log.replica import ReplicaLog
 from postbus.model import Durability
+from postbus.store import Store
 from tests.conformance.log_suite import LogFeatures, LogSuite
+from tests.memory_upstream import MemoryServer, MemoryUpstream
+from tests.services import fresh_prefix, running_kafka, running_nats
 
-__all__ = ["MemoryKind", "SqliteKind"]
+__all__ = ["JetStreamKind", "KafkaKind", "MemoryKind", "ReplicaKind", "SqliteKind"]
 
 
 class MemoryKind(LogSuite):
@@ -42,3 +49,49 @@ class SqliteKind(LogSuite):
     async def audit(self, log: Log, stream: str, consumer: str) -> list[tuple[int, int]]:
         assert isinstance(log, SqliteLog)
         return await log.store.read(lambda db: [(row[0], row[1]) for row in db.execute(self.AUDIT, (stream, consumer))])
+
+
+class ReplicaKind(SqliteKind):
+    """A copy of a remote in memory; one remote per folder."""
+
+    features = LogFeatures(durability=Durability.RELAXED, durable=True, identity_window=False, audit=True)
+    servers: ClassVar[dict[Path, MemoryServer]] = {}
+
+    async def open(self, folder: Path, clock: Clock) -> Log:
+        upstream = MemoryUpstream(self.servers.setdefault(folder, MemoryServer()), clock.now_us)
+        store = await asyncio.to_thread(Store.open, folder / "data", clock=clock)
+        log = await ReplicaLog.follow(store, upstream)
+        log.projections.start()
+        return log
+
+
+class RemoteKind(SqliteKind):
+    """A copy of a real remote. The server is shared, so every folder has a prefix of its own."""
+
+    features = LogFeatures(durability=Durability.RELAXED, durable=True, identity_window=False, audit=True)
+    prefixes: ClassVar[dict[Path, str]] = {}
+
+    def server(self) -> str:
+        """Return the server's URL."""
+        raise NotImplementedError
+
+    def url(self, folder: Path) -> str:
+        prefix = self.prefixes.setdefault(folder, fresh_prefix())
+        return f"{self.server()}/{prefix}?{urlencode({'data': folder / 'data', 'answer_s': 60})}"
+
+    async def open(self, folder: Path, clock: Clock) -> Log:
+        return await open_log(self.url(folder), clock=clock, catch_up_s=60.0)
+
+
+class JetStreamKind(RemoteKind):
+    """On NATS."""
+
+    def server(self) -> str:
+        return running_nats().url
+
+
+class KafkaKind(RemoteKind):
+    """On Kafka."""
+
+    def server(self) -> str:
+        return running_kafka().url

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.conformance.log import LogConformance
-from tests.conformance.log_kinds import MemoryKind, SqliteKind
+from tests.conformance.log_kinds import JetStreamKind, KafkaKind, MemoryKind, ReplicaKind, SqliteKind
 
 
 class TestMemoryLog(MemoryKind, LogConformance):
@@ -11,4 +13,18 @@ class TestMemoryLog(MemoryKind, LogConformance):
 
 
 class TestSqliteLog(SqliteKind, LogConformance):
+    pass
+
+
+class TestReplicaLog(ReplicaKind, LogConformance):
+    pass
+
+
+@pytest.mark.xdist_group("nats")
+class TestJetStreamLog(JetStreamKind, LogConformance):
+    pass
+
+
+@pytest.mark.xdist_group("kafka")
+class TestKafkaLog(KafkaKind, LogConformance):
     pass

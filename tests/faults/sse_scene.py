@@ -67,7 +67,7 @@ class Service:
         ]
         while True:
             try:
-                with httpx2.Client(base_url=self.url, timeout=10) as client:
+                with httpx2.Client(base_url=self.url, timeout=60) as client:
                     answer = client.post("/v1/bus/publish/batch", json={"events": events})
             except httpx2.HTTPError:
                 continue

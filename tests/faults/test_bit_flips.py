@@ -14,8 +14,8 @@ from tests.faults.campaign import FULL, dice
 from tests.faults.damage import FILES, Damage, Held, copy, held, judge, throw
 from tests.faults.scene import JOURNAL, build, fact, opened
 
-DAMAGES = 5000 if FULL else 120
-SALVAGES = 1000 if FULL else 30
+DAMAGES = 5000 if FULL else 60
+SALVAGES = 1000 if FULL else 12
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["checkpointed", "in the WAL"])

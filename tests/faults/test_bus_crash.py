@@ -22,7 +22,7 @@ from tests.faults.bus_nursery import BOMB, HASTY, Diary, store_of
 from tests.faults.campaign import FULL, dice
 from tests.faults.scene import ROOT, children, run_python
 
-KILLS = 120 if FULL else 20
+KILLS = 120 if FULL else 12
 HARMLESS = 50
 LEASE_S = 30.0
 OWNED = "SELECT count(*), min(owner), max(token) FROM lanes WHERE owner IS NOT NULL"
@@ -189,7 +189,7 @@ def test_a_process_that_nobody_buried_is_dead_all_the_same(ground: Path) -> None
         process.kill()  # and no wait: it stays in the process table
         while " Z " not in Path(f"/proc/{process.pid}/stat").read_text("ascii"):
             time.sleep(0.01)
-        asyncio.run(handles_within(ground / "town", LEASE_S / 3))
+        asyncio.run(handles_within(ground / "town", LEASE_S * 0.9))
 
 
 # --- what the campaigns found, by itself ------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.faults.bus_soak import Sample, Soak
 from tests.faults.campaign import FULL
 from tests.faults.scene import children, run_python
 
-SECONDS = 60.0 if FULL else 8.0
+SECONDS = 60.0 if FULL else 5.0
 WAL_BYTES_MAX = 128 * 1024 * 1024
 
 pytestmark = [pytest.mark.xdist_group("bus soak"), pytest.mark.slow]

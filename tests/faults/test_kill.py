@@ -21,7 +21,7 @@ from tests.faults.campaign import FULL, dice
 from tests.faults.nursery import CONSUMER, SHORT, SINGLE, WIDE, draft
 from tests.faults.scene import children, every_event, run_python
 
-KILLS = 120
+KILLS = 120 if FULL else 60
 CAMPAIGNS = 20 if FULL else 1  # each on a store of its own
 PATIENCE_S = 60.0
 
@@ -176,7 +176,7 @@ async def test_a_publisher_killed_while_it_makes_the_store_leaves_one_that_opens
     rolls = dice("kill -9 at the start")
     with children(run_python("tests.faults.nursery")) as (process,):
         nursery = Nursery(process)
-        for number in range(500 if FULL else 60):
+        for number in range(500 if FULL else 30):
             ledger = Ledger()
             nursery.fork(ground / str(number), number, 0)
             while not ledger.born:

@@ -35,7 +35,7 @@ class Consumers:
         self.stopping = False
 
     async def run(self) -> None:
-        async with httpx2.AsyncClient(base_url=self.service.url, timeout=10) as client:
+        async with httpx2.AsyncClient(base_url=self.service.url, timeout=60) as client:
             while not self.stopping:
                 with contextlib.suppress(httpx2.HTTPError):
                     await self._turn(client)
@@ -79,7 +79,7 @@ async def test_kills_while_pulling(tmp_path: Path) -> None:
                 await asyncio.sleep(consumers.dice.uniform(0, 0.15))
             await asyncio.to_thread(service.kill)
             await asyncio.to_thread(service.start)
-        async with httpx2.AsyncClient(base_url=service.url, timeout=10) as client, asyncio.timeout(60):
+        async with httpx2.AsyncClient(base_url=service.url, timeout=60) as client, asyncio.timeout(60):
             while (await client.get(f"{PATH}/lag")).json()["total_lag"]:  # noqa: ASYNC110 - asked of another process
                 await asyncio.sleep(0.1)
         consumers.stopping = True

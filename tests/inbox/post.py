@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from postbus.bus import EventBus
+from postbus.bus.opening import open_node
 from postbus.inbox import Inboxes, InboxSubscription, Item, Target
-from postbus.log import SqliteLog
+from postbus.log.address import Address
 from postbus.model import Consumer, Receipt, Start, StartPolicy, StreamSettings
 from postbus.testing import FakeClock
 
@@ -19,7 +20,7 @@ TENANT = "local.default"
 PULL = (Target(kind="pull"),)
 EARLIEST = Start(policy=StartPolicy.EARLIEST)
 LATEST = Start(policy=StartPolicy.LATEST)
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 QUIET_STEPS = 4
 
 
@@ -38,7 +39,7 @@ class Post:
         self._reads = 0
 
     async def __aenter__(self) -> Self:
-        self.log = SqliteLog.open(self.folder, clock=self.clock)
+        self.log = await open_node(Address(folder=str(self.folder)), self.clock)
         self._count_reads()
         self.inboxes = Inboxes(self.log, self.clock)
         self.bus = EventBus(tenant=TENANT, clock=self.clock, log=self.log)
@@ -131,7 +132,7 @@ class Post:
 
     def _idle(self) -> bool:
         writer = self.log.store.writer
-        return not writer._queue and not writer._lock.locked()
+        return not writer._queue and not writer._lock.locked() and not getattr(self.log, "behind", False)
 
     async def _caught_up(self) -> bool:
         """Whether every reader of the pump has read all there is, or waits for time to pass."""

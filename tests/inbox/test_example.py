@@ -57,7 +57,7 @@ async def test_the_agent_loop_answers_each_item_once(folder: Path) -> None:
             await inboxes.send(TENANT, "ann", "no reply needed")
             await until(lambda: acked(COUNT + 1))
             child.send_signal(signal.SIGTERM)
-            assert child.wait(30) == 0
+            assert child.wait(60) == 0
         answers = await log.store.read(lambda db: [text for (text,) in db.execute(ANSWERS)])
         assert answers == [f'{{"about":"itm_{number + 1:x}","words":{number}}}' for number in range(COUNT)]
     finally:

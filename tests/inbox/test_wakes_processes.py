@@ -60,7 +60,7 @@ class Scene:
         return await self.log.store.read(lambda db: list(db.execute(statement)))
 
     async def until(self, statement: str, expected: list[tuple[Any, ...]]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while await self.query(statement) != expected:  # noqa: ASYNC110 - another process changes it
                 await asyncio.sleep(0.01)
 
@@ -95,7 +95,7 @@ async def test_several_processes_wake_an_agent_once(scene: Scene) -> None:
     for count in (1, 3, 1, 7, 1, 2, 1, 1, 4, 1):
         last = number(await scene.send(count))
         sent += count
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not received or number(received[-1]["last_item"]) < last:  # what comes late in a burst needs an ack
                 await asyncio.sleep(0.01)
                 if received:

@@ -38,7 +38,7 @@ class Watcher:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def ended(self) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await self._task
 
 
@@ -135,7 +135,7 @@ async def test_waiting_ends_when_something_comes(orders: Post) -> None:
     await orders.settle()
     assert not waiting.done()
     await orders.publish("order.paid", 1)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await waiting is True
     assert await orders.inboxes.wait(TENANT, "ann", 0) is True
     assert (await orders.inboxes.items.get(TENANT, "ann", "itm_1")).read_at_us is None, "waiting is not reading"
@@ -147,7 +147,7 @@ async def test_waiting_for_what_is_after_an_item(orders: Post) -> None:
     assert await orders.inboxes.wait(TENANT, "ann", 0, after="itm_1") is False
     waiting = asyncio.ensure_future(orders.inboxes.wait(TENANT, "ann", 3600, after="itm_1"))
     await orders.publish("order.paid", 2)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert await waiting is True
 
 
@@ -169,7 +169,7 @@ async def test_no_change_is_missed_between_looking_and_waiting(orders: Post) -> 
         for _ in range(round_ % 12):
             await asyncio.sleep(0)
         await orders.inboxes.send(TENANT, "ann", f"hello {round_}")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await waiting is True
         await orders.ack(everything=True)
 

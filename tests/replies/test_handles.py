@@ -27,7 +27,7 @@ async def test_a_reply_on_the_bus_answers_a_request(log: SqliteLog, clock: FakeC
 
     bus.subscribe("ping", answer, "ponger")
     async with bus:
-        event = await bus.request("ping", 7, timeout=10)
+        event = await bus.request("ping", 7, timeout=60)
     assert event.payload == {"pong": 7}
     assert (seen[0].state, seen[0].result["event"]) == ("sent", event.id)
     assert (await log.streams(), clock.now_us() > 0) == ([], True)

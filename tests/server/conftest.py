@@ -23,8 +23,9 @@ T = TypeVar("T")
 class RunningServer:
     """The server, and clients for it. ``call`` runs a coroutine on the server's loop, where hub and log live."""
 
-    def __init__(self, data: Path, edge: Edge | None = None) -> None:
+    def __init__(self, data: Path, edge: Edge | None = None, *, place: str | None = None) -> None:
         self.data = data
+        self._place = place or data
         self._edge = edge
         self.errors: list[Any] = []
         self._loop = uvloop.new_event_loop()
@@ -41,7 +42,7 @@ class RunningServer:
         self.client = self.connect()
 
     async def _start(self) -> None:
-        self.hub = await Hub.open(self.data)
+        self.hub = await Hub.open(self._place)
         self.serving = Serving(self.hub, [listen("127.0.0.1", 0)], edge=self._edge, grace_s=5)
         await self.serving.start()
 
@@ -52,10 +53,18 @@ class RunningServer:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
 
+    def at_work(self, name: str) -> int:
+        """Return how many tasks of the server run the coroutine of that name."""
+
+        async def count() -> int:
+            return sum(getattr(task.get_coro(), "__qualname__", "") == name for task in asyncio.all_tasks())
+
+        return self.call(count())
+
     def connect(self, key: str | None = None) -> httpx2.Client:
         """Return a client that sends this key; closed with the server."""
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        client = httpx2.Client(base_url=self.url, headers=headers, timeout=30)
+        client = httpx2.Client(base_url=self.url, headers=headers, timeout=120)
         self._clients.append(client)
         return client
 

@@ -61,13 +61,13 @@ async def open_stream(
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
     async with (
-        httpx2.AsyncClient(base_url=url, timeout=httpx2.Timeout(30, read=60)) as client,
+        httpx2.AsyncClient(base_url=url, timeout=httpx2.Timeout(60)) as client,
         client.stream("GET", path, headers=headers) as response,
     ):
         yield response, parse(response.aiter_lines())
 
 
-async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
+async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until something holds."""
     async with asyncio.timeout(seconds):
         while not holds():  # noqa: ASYNC110 - what is waited for is no event of this loop
@@ -116,7 +116,7 @@ class Reader:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
-async def follow(messages: AsyncIterator[Message], count: int, seconds: float = 30) -> list[Message]:
+async def follow(messages: AsyncIterator[Message], count: int, seconds: float = 60) -> list[Message]:
     """Return the next so many events of a stream."""
     found: list[Message] = []
     async with asyncio.timeout(seconds):

@@ -324,7 +324,7 @@ def test_a_target_that_is_gone_is_offline_until_it_is_revived(ann: httpx2.Client
         ann.put(f"{ANN}/targets", json={"targets": [hook | {"allow_private": True}]})
         assert ann.post(f"{ANN}/targets/hook/revive").json() == {"revived": False}
         ann.post(f"{ANN}/inbox/messages", json={"message": "wake up"})
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (shown := ann.get(f"{ANN}/targets").json()["targets"][0])["state"] != "offline":
             assert time.monotonic() < deadline, shown
             time.sleep(0.02)

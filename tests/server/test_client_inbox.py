@@ -18,7 +18,7 @@ from tests.proxy import Proxy
 from tests.server.conftest import RunningServer
 from tests.sources.conftest import Web
 
-PATIENCE_S = 20
+PATIENCE_S = 60
 WATCHED, CUT_S = 600, 0.2
 
 

@@ -17,7 +17,7 @@ from tests.server.test_agents import ANN, BASE, SUBS, TOPIC, ann, publish, wait
 __all__ = ["ann"]
 
 INBOX = f"{ANN}/inbox"
-PATIENCE_S = 20
+PATIENCE_S = 60
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def test_waiting_returns_as_soon_as_something_comes(ann: httpx2.Client, server: 
     other = server.connect()
 
     def waiter() -> None:
-        found.extend(other.get(f"{INBOX}/wait", params={"timeout_ms": 20_000}).json()["items"])
+        found.extend(other.get(f"{INBOX}/wait", params={"timeout_ms": 60_000}).json()["items"])
 
     thread = threading.Thread(target=waiter)
     thread.start()
@@ -351,7 +351,7 @@ def test_a_watch_and_a_wait_end_with_the_server(server: RunningServer, watch: Ca
         target=lambda: answers.append(other.get(f"{INBOX}/wait", params={"timeout_ms": 60_000}).json())
     )
     waiting.start()
-    time.sleep(0.2)
+    watcher.until(lambda: server.at_work("Inboxes.wait") == 1)
     server._loop.call_soon_threadsafe(server.hub.stopping.set)
     watcher.join()
     waiting.join(PATIENCE_S)

@@ -12,7 +12,7 @@ from postbus.server.quotas import Quota, list_quotas, set_quota
 from tests.server.conftest import RunningServer
 
 TENANT, TOPIC = "agents.demo", "agents.demo.orders"
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def bound(server: RunningServer, tenant: str = TENANT, **facts: Any) -> None:
@@ -27,7 +27,7 @@ def publish(client: httpx2.Client, payload: object = 1, topic: str = TOPIC) -> h
 def test_the_rate_of_publishing_is_bounded(server: RunningServer) -> None:
     server.topic(TOPIC)
     server.topic("agents.other.orders")
-    bound(server, publish_per_s=5)
+    bound(server, publish_per_s=1)
     answers = [publish(server.client) for _ in range(20)]
     refused = [one for one in answers if one.status_code == 429]
     assert answers[0].status_code == 200
@@ -45,7 +45,7 @@ def test_the_rate_of_publishing_is_bounded(server: RunningServer) -> None:
 
 def test_a_batch_larger_than_the_rate_goes_when_there_is_room_and_leaves_a_debt(server: RunningServer) -> None:
     server.topic(TOPIC)
-    bound(server, publish_per_s=10)
+    bound(server, publish_per_s=1)
     batch = {"events": [{"topic": TOPIC, "payload": 1}] * 50}
     assert server.client.post("/v1/bus/publish/batch", json=batch).status_code == 200
     assert publish(server.client).status_code == 429

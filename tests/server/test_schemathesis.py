@@ -19,7 +19,10 @@ from schemathesis.specs.openapi.checks import (
 
 from postbus.server.openapi import document
 from postbus.server.table import ROUTES
+from tests.faults.campaign import FULL
 from tests.server.conftest import RunningServer
+
+EXAMPLES = 40 if FULL else 8
 
 CHECKS = [
     not_a_server_error,
@@ -47,6 +50,6 @@ API = schemathesis.openapi.from_dict(document(ROUTES)).exclude(path_regex="/subs
 
 
 @API.parametrize()
-@settings(max_examples=20, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
+@settings(max_examples=EXAMPLES, deadline=None, database=None, derandomize=True, suppress_health_check=[*HealthCheck])
 def test_what_the_document_says_is_so(case: Any, running: RunningServer) -> None:
     case.call_and_validate(base_url=running.url, checks=CHECKS)

@@ -20,7 +20,7 @@ import pytest
 
 from tests.server.wire import request, statuses
 
-TIMEOUT_S = 30
+TIMEOUT_S = 60
 TOPIC = "agents.demo.orders"
 
 
@@ -38,12 +38,12 @@ class Served:
         return self.child.returncode, err.decode()
 
 
-def command(data: Path, *words: str) -> list[str]:
+def command(data: Path | str, *words: str) -> list[str]:
     return [sys.executable, "-m", "postbus", "serve", "--data", str(data), "--json", *words]
 
 
 @contextmanager
-def served(data: Path, *words: str) -> Iterator[Served]:
+def served(data: Path | str, *words: str) -> Iterator[Served]:
     pipe = subprocess.PIPE
     with subprocess.Popen(command(data, *words or ("--port", "0")), stdout=pipe, stderr=pipe) as child:
         try:
@@ -67,7 +67,7 @@ def keys(data: Path, *words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_told_and_keeps_everything(tmp_path: Path, number: int) -> None:
-    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"]) as client:
+    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"], timeout=TIMEOUT_S) as client:
         assert client.post("/v1/bus/topics", json={"topic": TOPIC}).status_code == 201
         sent = {"topic": TOPIC, "payload": {"word": "unmentioned"}}
         receipt = client.post("/v1/bus/publish", json=sent).json()
@@ -76,7 +76,7 @@ def test_it_serves_until_told_and_keeps_everything(tmp_path: Path, number: int) 
     lines = [json.loads(line) for line in err.splitlines()]
     assert [line["message"] for line in lines if line["logger"] == "postbus.server"][-2:] == ["stopping", "stopped"]
     assert "unmentioned" not in err
-    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"]) as client:
+    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"], timeout=TIMEOUT_S) as client:
         assert client.get(f"/v1/bus/events/{receipt['id']}").json()["payload"] == sent["payload"]
         assert server.end()[0] == 0
 
@@ -84,13 +84,13 @@ def test_it_serves_until_told_and_keeps_everything(tmp_path: Path, number: int) 
 def test_a_request_in_flight_is_finished(tmp_path: Path) -> None:
     with served(tmp_path / "data") as server:
         port = int(server.said["url"].rpartition(":")[2])
-        with httpx2.Client(base_url=server.said["url"]) as client:
+        with httpx2.Client(base_url=server.said["url"], timeout=TIMEOUT_S) as client:
             assert client.post("/v1/bus/topics", json={"topic": TOPIC}).status_code == 201
         body = json.dumps({"topic": TOPIC, "payload": "late"}).encode()
-        whole = request("POST", "/v1/bus/publish", body)
+        whole = request("POST", "/v1/bus/publish", body, expect="100-continue")
         with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as made:
             made.sendall(whole[:-5])
-            time.sleep(0.3)  # the head has arrived, the body has not
+            assert made.recv(65536).startswith(b"HTTP/1.1 100 ")  # it waits for the rest of the body
             server.child.send_signal(signal.SIGTERM)
             deadline = time.monotonic() + TIMEOUT_S
             while True:  # it no longer listens, and waits for us
@@ -105,13 +105,13 @@ def test_a_request_in_flight_is_finished(tmp_path: Path) -> None:
             answer = made.recv(65536)
         assert statuses(answer) == [200]
         assert server.child.wait(TIMEOUT_S) == 0
-    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"]) as client:
+    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"], timeout=TIMEOUT_S) as client:
         assert client.get(f"/v1/bus/events/{TOPIC}/0/0").json()["payload"] == "late"
 
 
 def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
     acked: list[int] = []
-    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"]) as client:
+    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"], timeout=TIMEOUT_S) as client:
         assert client.post("/v1/bus/topics", json={"topic": TOPIC}).status_code == 201
 
         def publish() -> None:
@@ -128,7 +128,7 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
             time.sleep(0.01)
         server.child.kill()
         thread.join(TIMEOUT_S)
-    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"]) as client:
+    with served(tmp_path / "data") as server, httpx2.Client(base_url=server.said["url"], timeout=TIMEOUT_S) as client:
         stored = client.get(f"/v1/bus/topics/{TOPIC}").json()["extents"][0]["high_water_mark"]
         assert acked == list(range(len(acked)))
         assert len(acked) <= stored <= len(acked) + 1
@@ -140,7 +140,7 @@ def test_one_folder_has_one_server(tmp_path: Path) -> None:
         code, error = refused(tmp_path / "data", "--port", "0")
         assert (code, error["code"]) == (6, "already_served")
         assert str(server.child.pid) in error["message"]
-        assert httpx2.get(server.said["url"] + "/healthz").status_code == 200
+        assert httpx2.get(server.said["url"] + "/healthz", timeout=TIMEOUT_S).status_code == 200
         server.child.kill()
         server.child.wait(TIMEOUT_S)
     with served(tmp_path / "data") as server:
@@ -193,7 +193,7 @@ def test_a_unix_socket_is_only_for_its_user(tmp_path: Path) -> None:
 
 def test_requests_are_logged_when_asked_for(tmp_path: Path) -> None:
     with served(tmp_path / "data", "--port", "0", "--access-log") as server:
-        with httpx2.Client(base_url=server.said["url"]) as client:
+        with httpx2.Client(base_url=server.said["url"], timeout=TIMEOUT_S) as client:
             client.post("/v1/bus/topics", json={"topic": TOPIC})
             client.post("/v1/bus/publish", json={"topic": TOPIC, "payload": "unmentioned"})
         _, err = server.end()

@@ -15,7 +15,7 @@ from tests.sources.conftest import Call, Reply, Web
 
 AGENT = "/v1/bus/agents/local/default/ann"
 AT = "2026-03-02T10:00:00Z"
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 @pytest.fixture

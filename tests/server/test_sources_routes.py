@@ -17,7 +17,7 @@ from tests.server.conftest import RunningServer
 SOURCES = "/v1/bus/sources"
 MINE = f"{SOURCES}/acme/prod"
 SECRET = "whsec_c2VjcmV0IHNlY3JldCBzZWNyZXQ="  # noqa: S105 - of this test only
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def new(client: httpx2.Client, name: str, kind: str, settings: dict[str, Any], code: int = 201) -> Any:

@@ -86,7 +86,7 @@ async def test_line_breaks_in_a_payload_stay_one_event(server: RunningServer) ->
 async def test_silence_is_filled_with_keep_alives(server: RunningServer) -> None:
     server.topic(TOPIC)
     server.hub.readers.keep_alive_s = 0.05
-    async with open_stream(server.url, READ) as (_, messages), asyncio.timeout(20):
+    async with open_stream(server.url, READ) as (_, messages), asyncio.timeout(60):
         found = [(await anext(messages)).data for _ in range(4)]
     assert found == ["postbus", "keep-alive", "keep-alive", "keep-alive"]
 
@@ -205,7 +205,7 @@ async def test_a_reader_that_is_back_before_the_server_knows_replaces_itself(ser
         last = (await follow(old, 10))[2].id
         async with open_stream(server.url, path, last) as (_, messages):
             assert numbers(await follow(messages, 7)) == [*range(3, 10)]
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 rest = [message async for message in old if message.kind != "comment"]
             assert [message.data["code"] for message in rest] == ["replaced"]
             await published(server, 5, 10)
@@ -226,7 +226,7 @@ async def test_a_reader_is_told_when_retention_was_faster(server: RunningServer)
     server.topic(TOPIC, retention_beats_consumers=True)
     publish(server.client, 10)
     server.call(server.hub.log.trim(TOPIC, before=6))
-    async with open_stream(server.url, READ, "0:1") as (_, messages), asyncio.timeout(20):
+    async with open_stream(server.url, READ, "0:1") as (_, messages), asyncio.timeout(60):
         found = [message async for message in take(messages, 5)]
     assert (found[0].kind, found[0].data["code"], found[0].data["missed"]) == ("bus.error", "gap", 4)
     assert numbers(found[1:]) == [6, 7, 8, 9]
@@ -244,7 +244,7 @@ async def take(messages: AsyncIterator[Message], count: int) -> AsyncIterator[Me
 async def test_a_topic_that_is_removed_ends_its_streams(server: RunningServer) -> None:
     server.topic(TOPIC)
     server.hub.readers.keep_alive_s = 0.1
-    async with open_stream(server.url, READ) as (_, messages), asyncio.timeout(20):
+    async with open_stream(server.url, READ) as (_, messages), asyncio.timeout(60):
         await anext(messages)
         await asyncio.to_thread(server.client.delete, f"/v1/bus/topics/{TOPIC}")
         rest = [message async for message in messages if message.kind != "comment"]
@@ -361,7 +361,7 @@ async def test_two_readers_behind_a_cutting_proxy_share_without_gap_or_duplicate
 
 async def test_a_subscription_that_is_deleted_ends_its_streams(server: RunningServer) -> None:
     client = make(server)
-    async with open_stream(server.url, MINE) as (_, messages), asyncio.timeout(20):
+    async with open_stream(server.url, MINE) as (_, messages), asyncio.timeout(60):
         await anext(messages)
         await asyncio.to_thread(client.delete, PATH)
         rest = [message async for message in messages if message.kind != "comment"]
@@ -401,7 +401,7 @@ async def test_a_slow_reader_is_told_and_closed_and_resumes_without_loss(server:
     good = Reader(server.url, f"/v1/bus/subscribe/good?topic={TOPIC}&from=earliest")
     assert numbers(await good.until(300)) == [*range(300)]
     await good.stop()
-    await asyncio.sleep(0.8)
+    await until(lambda: server.hub.quotas.connections()["agents.demo"] == 0)  # it was given up on
     received = await asyncio.to_thread(read_all, made)
     text = received.decode()
     assert "event: bus.error" in text
@@ -415,7 +415,7 @@ async def test_a_slow_reader_is_told_and_closed_and_resumes_without_loss(server:
 
 
 def read_all(made: socket.socket) -> bytes:
-    made.settimeout(20)
+    made.settimeout(60)
     pieces = []
     while piece := made.recv(1 << 16):
         pieces.append(piece)
@@ -426,7 +426,7 @@ def read_all(made: socket.socket) -> bytes:
 async def test_a_server_that_ends_tells_its_readers(server: RunningServer) -> None:
     make(server)
     for path in (READ, MINE):
-        async with open_stream(server.url, path) as (_, messages), asyncio.timeout(20):
+        async with open_stream(server.url, path) as (_, messages), asyncio.timeout(60):
             await anext(messages)
             if path == READ:
                 continue

@@ -12,7 +12,7 @@ from postbus.server import hub
 from tests.server.conftest import RunningServer
 
 TOPIC = "agents.demo.orders"
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 
 
 def test_a_topic_is_made_shown_listed_and_removed(client: httpx2.Client) -> None:

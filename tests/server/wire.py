@@ -6,19 +6,24 @@ import contextlib
 import socket
 import time
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
+SILENCE_S = 0.3
 
 
-def talk(port: int, *parts: bytes, pause_s: float = 0.0) -> bytes:
-    """Send the parts, and return everything that comes until the server closes or has been silent for a second."""
+def talk(port: int, *parts: bytes, pause_s: float = 0.0, answers: int = 0) -> bytes:
+    """Send the parts, and return everything that comes until the server closes, or is silent after so many answers."""
     with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as made:
         for part in parts:
             with contextlib.suppress(ConnectionError):
                 made.sendall(part)
             if pause_s:
                 time.sleep(pause_s)
-        made.settimeout(1.0)
-        return receive(made)
+        found = b""
+        with contextlib.suppress(ConnectionError):
+            while found.count(b"HTTP/1.1 ") < answers and (block := made.recv(65536)):
+                found += block
+        made.settimeout(SILENCE_S)
+        return found + receive(made)
 
 
 def receive(made: socket.socket) -> bytes:

@@ -18,7 +18,7 @@ from postbus.testing import FakeClock
 
 TENANT = "local.default"
 QUICK = RetryPolicy(backoff_s=0.01, backoff_s_max=0.05)
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Call:

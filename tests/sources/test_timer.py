@@ -8,8 +8,8 @@ import pytest
 
 from postbus.log import SqliteLog
 from postbus.model import Invalid
+from postbus.schedule import schedule
 from postbus.sources import SourceHost, Sources
-from postbus.sources.schedule import schedule
 from postbus.testing import FakeClock
 from tests.sources.conftest import TENANT, events
 

@@ -14,7 +14,11 @@ from tests.spark.office import Office
 HERE = Path(__file__).parent
 TEST_SETTINGS = Settings(master="local[2,4]", shuffle_partitions=2)
 
+# Of what a JVM does in a life this short, compiling once more and collecting in parallel would be nearly half.
+os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")
 
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Only one worker runs Spark; without Java a laptop skips, and CI fails."""
     here = [item for item in items if item.path.is_relative_to(HERE)]

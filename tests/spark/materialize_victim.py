@@ -1,6 +1,7 @@
 """A run of ``materialize`` that is killed: ``python -m tests.spark.materialize_victim MOMENT DATA``.
 
-At most moments it ends its own process with a SIGKILL. At ``jvm`` it kills Spark's JVM and says what became of the run.
+At most moments it ends its own process with a SIGKILL. At ``jvm`` it kills Spark's JVM, says what became of the run,
+and begins again with another JVM.
 """
 
 from __future__ import annotations
@@ -85,18 +86,22 @@ def arm(moment: str) -> None:
 
 
 def main(moment: str, data: str) -> None:
+    collected = job._collected
     arm(moment)
-    with opened_session(TEST_SETTINGS) as spark:
-        say("ready\n")
-        try:
+    try:
+        with opened_session(TEST_SETTINGS) as spark:
+            say("ready\n")
             if moment == "backfill":
                 asyncio.run(backfill(spark, data, TENANT, ["late"]))
             else:
                 last = die if moment == "places saved" else lambda *_: None
                 asyncio.run(materialize(spark, data, progress=lambda done, _: last() if done else None))
-        except PostbusError as error:
-            say(f"{error.message}; {error.hint}\n")
-            os._exit(3)  # there is no JVM left to stop
+    except PostbusError as error:
+        say(f"{error.message}; {error.hint}\n")
+        job._collected = collected
+        with opened_session(TEST_SETTINGS) as spark:  # a JVM of its own, in the process whose first one was killed
+            asyncio.run(materialize(spark, data))
+        sys.exit(3)
 
 
 if __name__ == "__main__":

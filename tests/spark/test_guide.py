@@ -17,6 +17,7 @@ from pyspark.sql import SparkSession
 from postbus.cli import main, spark_bars
 from postbus.spark import session
 from postbus.spark.session import Settings
+from tests.faults.campaign import FULL
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "guides" / "spark.md").read_text(encoding="utf-8")
@@ -42,6 +43,15 @@ def test_the_parts_are_found() -> None:
     assert [language for language, _ in PARTS] == ["python", "python", "console"]
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_snippet_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int) -> None:
+    body = PARTS[number][1].replace('"./', f'"{tmp_path}/')  # the workers of the shared session are in another folder
+    (tmp_path / "snippet.py").write_text(body, encoding="utf-8")
+    runpy.run_path(str(tmp_path / "snippet.py"), run_name="__main__")
+    assert ("order.sent|   334" in capsys.readouterr().out) == (number == 0)
+
+
+@pytest.mark.skipif(not FULL, reason="part of the full campaign: make faults")
 def test_the_snippets_run(tmp_path: Path) -> None:
     """In a process of their own, one after the other: a session ends, and the next one opens."""
     bodies = [body for language, body in PARTS if language == "python"]

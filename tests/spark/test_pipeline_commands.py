@@ -15,8 +15,10 @@ from pyspark.sql import SparkSession
 from postbus.cli import main, spark_bars
 from postbus.spark.session import Settings
 from tests.cli.command_line import Done
+from tests.spark.mail import TENANT, Mail
 from tests.spark.office import ORDERS, Office
 
+JOURNAL = f"{TENANT}.journal"
 SCHEMA = {"type": "object", "properties": {"n": {"maximum": 7}}}
 
 
@@ -168,3 +170,44 @@ def test_without_java_the_sentence_says_what_to_install(
     assert done.returncode == 4
     assert b"Spark needs Java" in done.stderr
     assert b"openjdk-17-jre-headless" in done.stderr
+
+
+def test_the_settings_file_and_what_beats_it(
+    run: Commands, office: Office, spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    office.fill(3)
+    (tmp_path / "config").mkdir()
+    file = tmp_path / "config" / "settings.yaml"
+    file.write_text("pipeline:\n  lake: lakes/one\n  master: local[1]\n")
+    seen: list[Settings] = []
+
+    @contextmanager
+    def watched(settings: Settings) -> Iterator[SparkSession]:
+        seen.append(settings)
+        yield spark
+
+    monkeypatch.setattr(spark_bars, "opened_session", watched)
+    run("archive")
+    assert (tmp_path / "lakes" / "one" / "_manifest").is_dir()
+    assert (seen[-1].master, seen[-1].memory) == ("local[1]", "1g")
+    monkeypatch.setenv("POSTBUS_PIPELINE_LAKE", "two")
+    assert run("status", "--json").json["partitions"][0]["archived"] == 0
+    assert run("status", "--lake", "lakes/one", "--json").json["partitions"][0]["archived"] > 0
+    file.write_text("pipeline:\n  lakes: one\n")
+    assert "settings.yaml" in run("status", code=2).err
+
+
+def test_a_tenant_is_handed_over_and_filters_that_fail_are_counted(run: Commands, office: Office) -> None:
+    mail = Mail(office.data)
+    mail.agent()
+    mail.subscribe("order.*", "old", engine="live")
+    mail.subscribe("order.*", "kept", engine="spark")
+    assert run("hand-over", "--all", "--to", "spark", "--json").json == {"subscriptions": ["old"], "engine": "spark"}
+    mail.subscribe("order.*", "new", engine=None, filter={"expr": "payload.missing > 1"})
+    office.fill(30, stream=JOURNAL)
+    done = run("run", "--json").json
+    assert (done["events"], done["filter_errors"]) == (30, {"new": 20})
+    office.fill(3, stream=JOURNAL, first=30)
+    assert "a filter had no value: new 2" in run("run").out
+    assert len(mail.inbox()) == 22
+    assert "name subscriptions, or say --all" in run("hand-over", "--to", "live", code=2).err

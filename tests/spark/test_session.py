@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from postbus.model import Invalid, NotFound
+from postbus.model import Invalid, NotFound, PostbusError, Unreachable
 from postbus.spark import session
 from postbus.spark.session import Settings, find_java, opened_session
 
@@ -67,6 +67,20 @@ def test_a_second_session_is_refused_while_one_runs() -> None:
 def test_master_and_remote_exclude_each_other() -> None:
     settings = Settings(master="local[1]", remote="sc://127.0.0.1")
     with pytest.raises(Invalid, match="exclude each other"), opened_session(settings):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "words"),
+    [
+        ("sc://127.0.0.1:1", Unreachable, "no Spark Connect server answers at sc://127.0.0.1:1"),
+        ("sc://127.0.0.1:1/;user_id=ann", Unreachable, "no Spark Connect server answers"),
+        ("http://127.0.0.1:1", Invalid, "is not the address of a Spark Connect server"),
+        ("sc://127.0.0.1:port", Invalid, "is not the address of a Spark Connect server"),
+    ],
+)
+def test_a_connect_server_that_is_not_there_is_said_at_once(url: str, kind: type[PostbusError], words: str) -> None:
+    with pytest.raises(kind, match=words), opened_session(Settings(remote=url)):
         pass
 
 

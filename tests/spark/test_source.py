@@ -145,7 +145,7 @@ def test_a_stream_made_again_shows_only_its_new_events(spark: SparkSession, offi
     [
         ({"dta": "x"}, Invalid, "there is no option 'dta'"),
         ({"data": "memory:"}, Invalid, "belongs to one process"),
-        ({"data": "ftp://x"}, Invalid, "of the kind 'ftp'"),
+        ({"data": "ftp://x"}, Invalid, "no log kind is called 'ftp'"),
         ({"data": "/nowhere"}, NotFound, "there is no store in /nowhere"),
         ({"stream": "missing"}, Invalid, "there is no stream local.default.missing"),
         ({"stream": "a..b"}, Invalid, "empty token"),

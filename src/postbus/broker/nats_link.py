@@ -1,35 +1,27 @@
-"""One connection to NATS that comes back by itself.
-
-The client's own reconnecting is switched off: it keeps what could not be sent and sends it later, after what was sent
-since, which would break the order. Here every connection is a new client, and nothing survives an old one.
-"""
+"""One connection to NATS that comes back by itself: each time a new client, and nothing survives an old one."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import nats.errors
-from nats.aio.client import Client
 
 from postbus.clock import Clock, SystemClock
+from postbus.log.jetstream.connection import RETRY_S, RETRY_S_MAX, Connection, without_passwords
 from postbus.model import Invalid, Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
+
+    from nats.aio.client import Client
 
 __all__ = ["NatsLink"]
 
 logger = logging.getLogger("postbus.broker")
 
 T = TypeVar("T")
-
-CONNECT_S = 2.0
-RETRY_S = 0.1
-RETRY_S_MAX = 2.0
-PING_S = 5
 
 
 class NatsLink:
@@ -40,8 +32,11 @@ class NatsLink:
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
         if not url.startswith(("nats://", "tls://")):
-            raise Invalid(f"{url!r} is not the address of a NATS server", hint="write nats://host:4222")
-        self.url = url
+            raise Invalid(
+                f"{without_passwords(url)!r} is not the address of a NATS server", hint="write nats://host:4222"
+            )
+        self._address = url
+        self.url = without_passwords(url)
         self.clock = clock or SystemClock()
         self.error = "not connected yet"
         self.up: list[Callable[[Client], Awaitable[None]]] = []
@@ -105,11 +100,14 @@ class NatsLink:
     async def _keep(self) -> None:
         delay = RETRY_S
         while True:
-            client, lost = Client(), asyncio.Event()
+            connection = Connection(self._address, self._complained)
             try:
-                await self._connect(client, lost)
+                await connection.connect(self._ready)
                 delay = RETRY_S
-                await lost.wait()
+                self._lost = connection.lost
+                self._client = connection.client
+                self._connected.set()
+                await connection.ended(self.clock)
                 self.error = "the connection was lost"
                 logger.warning("%s: the connection was lost", self.url)
             except (OSError, nats.errors.Error) as error:  # a timeout is an OSError
@@ -118,36 +116,17 @@ class NatsLink:
                 if self._client is not None:
                     self._client = None
                     self._connected.clear()
-                    lost.set()
+                    connection.lost.set()
                     for told in self.down:
                         told()
-                with contextlib.suppress(Exception):
-                    await client.close()
+                await connection.close()
             await self.clock.sleep(delay)
             delay = min(delay * 2, RETRY_S_MAX)
 
-    async def _connect(self, client: Client, lost: asyncio.Event) -> None:
-        async def closed() -> None:
-            lost.set()
+    async def _ready(self, client: Client) -> None:
+        for ready in self.up:
+            await ready(client)
 
-        async def complained(error: Exception) -> None:
-            for told in self.complaints:
-                told(error)
-
-        async with asyncio.timeout(CONNECT_S):
-            await client.connect(
-                servers=[self.url],
-                name="postbus",
-                allow_reconnect=False,
-                max_reconnect_attempts=1,
-                reconnect_time_wait=0,
-                connect_timeout=int(CONNECT_S),
-                ping_interval=PING_S,
-                closed_cb=closed,
-                error_cb=complained,
-            )
-            for ready in self.up:
-                await ready(client)
-        self._lost = lost
-        self._client = client
-        self._connected.set()
+    def _complained(self, error: Exception) -> None:
+        for told in self.complaints:
+            told(error)

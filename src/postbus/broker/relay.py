@@ -17,10 +17,12 @@ from postbus.broker.breaker import Breaker
 from postbus.broker.spool import Broken, DrainLock, Spool
 from postbus.clock import Clock, SystemClock
 from postbus.envelope import draft as make_draft
-from postbus.model import Backpressure, PostbusError, Receipt, StorageError, Unreachable
+from postbus.model import Backpressure, PostbusError, Receipt, Unreachable
 from postbus.topics import check_stream_name
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
     from postbus.broker.breaker import Change
     from postbus.broker.contract import Remote
     from postbus.log.sqlite import SqliteLog
@@ -52,12 +54,14 @@ class Relay:
         breaker: Breaker | None = None,
         spool: Spool | None = None,
         refused_retry_s: float = REFUSED_RETRY_S,
+        make_journal: bool = True,
     ) -> None:
         self._log = log
         self._remote = remote
         self._clock = clock or SystemClock()
         self._journal = check_stream_name(f"{tenant}.journal")
         self._refused_retry_s = refused_retry_s
+        self._make_journal = make_journal
         self.spool = spool or Spool(log, tenant=tenant)
         self.breaker = breaker or Breaker("remote", clock=self._clock, failures_max=1)
         self.breaker.listen(self._breaker_changed)
@@ -66,6 +70,7 @@ class Relay:
         self._direct = False
         self._puts = self._entering = 0
         self._unsure = True
+        self.sent = 0
         self._nudge = asyncio.Event()
         self._emptied = asyncio.Event()
         self._drainer: asyncio.Task[None] | None = None
@@ -73,7 +78,8 @@ class Relay:
 
     async def start(self) -> None:
         """Open the spool and begin to empty it."""
-        await self._log.ensure_stream(self._journal)
+        if self._make_journal:
+            await self._log.ensure_stream(self._journal)
         await self.spool.open()
         self._direct = (await self.spool.status()).rows == 0
         if self._drainer is None:
@@ -105,43 +111,67 @@ class Relay:
         """
         check_stream_name(stream)
         identity = self._identity(stream, event)
+
+        async def send() -> list[Receipt]:
+            return [await self._remote.send(stream, identity, event)]
+
+        return (await self.hand_over(stream, [(identity, event)], send))[0]
+
+    async def hand_over(
+        self,
+        stream: str,
+        events: Sequence[tuple[str, Draft]],
+        send: Callable[[], Awaitable[list[Receipt]]],
+        since: Sequence[int] = (),
+    ) -> list[Receipt]:
+        """Do as ``publish`` does with events under their identities that one call sends, all or none of them."""
         tried = False
 
-        async def send() -> Receipt:
+        async def attempt() -> list[Receipt]:
             nonlocal tried
             tried = True
-            return await self._remote.send(stream, identity, event)
+            return await send()
 
         if self._direct:
             try:
-                return await self.breaker.run(send)
+                return await self.breaker.run(attempt)
             except Unreachable as error:
-                logger.info("an event goes to the spool: %s", error)
+                logger.info("events go to the spool: %s", error)
         self._direct = False
         self._puts += 1
         self._entering += 1
         try:
-            sequence = await self._put(stream, identity, event, tried=tried)
+            sequences = await self._put(stream, events, since, tried=tried)
         finally:
-            self._puts += 1  # again: whoever looked before this one was on disk has seen too little
             self._entering -= 1
-            self._emptied.clear()
-            self._nudge.set()
-        return Receipt(
-            self.spool.stream, 0, sequence, False, self._log.store.durability, self._clock.now_us(), spooled=True
-        )
+            self.queued()
+        now_us = self._clock.now_us()
+        return [self.receipt(sequence, now_us) for sequence in sequences]
 
-    async def _put(self, stream: str, identity: str, event: Draft, *, tried: bool) -> int:
+    def receipt(self, sequence: int, at_us: int) -> Receipt:
+        """Return the receipt of what is in the spool."""
+        return Receipt(self.spool.stream, 0, sequence, False, self._log.store.durability, at_us, spooled=True)
+
+    def queued(self) -> None:
+        """Say that something was put into the spool, so that nothing overtakes it."""
+        self._direct = False
+        self._puts += 1  # whoever looked before this one was on disk has seen too little
+        self._emptied.clear()
+        self._nudge.set()
+
+    async def _put(
+        self, stream: str, events: Sequence[tuple[str, Draft]], since: Sequence[int], *, tried: bool
+    ) -> list[int]:
         delay_s = self.spool.delay_s
         if delay_s > 0:
             await self._clock.sleep(delay_s)
         try:
-            return await self.spool.put(stream, identity, event, tried=tried)
+            return await self.spool.put_all(stream, events, tried=tried, since=since)
         except Backpressure:
             if self.spool.delay_s <= delay_s:
                 raise
         await self._clock.sleep(self.spool.delay_s - delay_s)
-        return await self.spool.put(stream, identity, event, tried=tried)
+        return await self.spool.put_all(stream, events, tried=tried, since=since)
 
     def _identity(self, stream: str, event: Draft) -> str:
         if event.native_id is None:
@@ -163,7 +193,7 @@ class Relay:
             self._nudge.clear()
             try:
                 wait_s = await self._turn()
-            except (StorageError, OSError) as error:
+            except (PostbusError, OSError) as error:
                 logger.warning("the spool could not be emptied: %s", error)
                 wait_s = LOOK_S
             if wait_s:
@@ -203,6 +233,7 @@ class Relay:
             return max(self.breaker.wait_s, RETRY_S)
         finally:
             await asyncio.shield(self.spool.remove(acked))
+            self.sent += len(acked)
         if refusal is not None:
             await self._refused(*refusal)
         return 0.0
@@ -250,7 +281,8 @@ class Relay:
         payload = {"name": change.name, "before": change.before, "state": change.state, "error": change.error}
         noted = make_draft(BREAKER_TOPIC, "broker", payload | {"open_s": change.open_s}, occurred_at=None)
         try:
-            await self._log.append(self._journal, [noted])
+            if self._make_journal or await self._log.has_stream(self._journal):
+                await self._log.append(self._journal, [noted])
         except PostbusError as error:
             logger.warning("the breaker's change could not be recorded: %s", error)
 

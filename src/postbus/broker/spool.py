@@ -69,6 +69,7 @@ class _Kept(msgspec.Struct):
     delivery_handle: msgspec.Raw = NOTHING
     occurred_at_us: int | None = None
     trust: str = Trust.TRUSTED.value
+    since: tuple[int, ...] = ()
 
 
 class Broken(msgspec.Struct, frozen=True):
@@ -144,22 +145,43 @@ class Spool:
 
         ``tried`` says that it was sent and no answer came, so that the remote may have it.
         """
+        return (await self.put_all(stream, [(identity, draft)], tried=tried))[0]
+
+    async def put_all(
+        self, stream: str, events: Sequence[tuple[str, Draft]], *, tried: bool = False, since: Sequence[int] = ()
+    ) -> list[int]:
+        """Add events in order, all or none; see ``add``."""
         check_stream_name(stream)
-        raw = _encode(draft)
+        return await self._log.transact(lambda tx: self.add(tx, stream, events, tried=tried, since=since), grows=True)
 
-        def write(tx: Transaction) -> tuple[int, float]:
-            rows, size = tx.db.execute(TOTALS).get
-            if rows + 1 > self.rows_max or size + len(raw) > self.bytes_max:
-                self._fullness = 1.0
-                raise Backpressure(
-                    f"the spool is full: {rows:,} of {self.rows_max:,} events, {size:,} of {self.bytes_max:,} bytes",
-                    hint="the remote cannot be reached; publish again later, or give the spool more room",
-                )
+    def add(
+        self,
+        tx: Transaction,
+        stream: str,
+        events: Sequence[tuple[str, Draft]],
+        *,
+        tried: bool = False,
+        since: Sequence[int] = (),
+    ) -> list[int]:
+        """Add events under their identities inside a transaction and return their sequences.
+
+        ``since``: where the remote's partitions ended before any of them was sent. Raises ``Backpressure``.
+        """
+        raws = [_encode(draft, since) for _, draft in events]
+        rows, size = tx.db.execute(TOTALS).get
+        more = sum(map(len, raws))
+        if rows + len(raws) > self.rows_max or size + more > self.bytes_max:
+            self._fullness = 1.0
+            raise Backpressure(
+                f"the spool is full: {rows:,} of {self.rows_max:,} events, {size:,} of {self.bytes_max:,} bytes",
+                hint="the remote cannot be reached; publish again later, or give the spool more room",
+            )
+        sequences: list[int] = []
+        for (identity, _), raw in zip(events, raws, strict=True):
             tx.db.execute(ADD, (stream, identity, tried, raw, len(raw), tx.now_us))
-            return tx.db.last_insert_rowid(), max((rows + 1) / self.rows_max, (size + len(raw)) / self.bytes_max)
-
-        sequence, self._fullness = await self._log.transact(write, grows=True)
-        return sequence
+            sequences.append(tx.db.last_insert_rowid())
+        self._fullness = max((rows + len(raws)) / self.rows_max, (size + more) / self.bytes_max)
+        return sequences
 
     async def head(self, limit: int) -> list[SpoolEntry | Broken]:
         """Return the oldest entries, in order."""
@@ -227,15 +249,17 @@ class DrainLock:
             self._handle = -1
 
 
-def _encode(draft: Draft) -> bytes:
+def _encode(draft: Draft, since: Sequence[int]) -> bytes:
     raw = {
         "payload": draft.payload_json,
         "metadata": draft.metadata_json,
         "headers": draft.headers_json,
         "delivery_handle": draft.delivery_handle_json,
     }
-    plain = {name: getattr(draft, name) for name in _Kept.__struct_fields__ if name not in raw}
+    plain = {name: getattr(draft, name) for name in _Kept.__struct_fields__ if name not in (*raw, "since")}
     facts = plain | {name: None if value is None else msgspec.Raw(value) for name, value in raw.items()}
+    if since:
+        facts["since"] = since
     return msgspec.json.encode({name: value for name, value in facts.items() if value is not None})
 
 
@@ -273,6 +297,7 @@ def _decode(
         tried=bool(tried),
         attempts=attempts,
         enqueued_at_us=enqueued_at_us,
+        since=kept.since,
     )
 
 

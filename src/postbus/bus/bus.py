@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from postbus.bus.binding import bind, name_of
-from postbus.bus.context import current, derivation
+from postbus.bus.context import current, derivation, lower
 from postbus.bus.opening import open_log
 from postbus.bus.places import EVERYTHING, move, pass_frontier, place
 from postbus.bus.registry import JOURNAL, Registry, whole
@@ -30,6 +30,7 @@ from postbus.model import (
     Overflow,
     PostbusError,
     StorageError,
+    Trust,
 )
 from postbus.schemas import Schemas
 from postbus.topics import check_stream_name, matches
@@ -229,18 +230,20 @@ class EventBus:
         metadata: dict[str, Any] | None = None,
         occurred_at: datetime | str | None = None,
         delivery_handle: dict[str, Any] | None = None,
+        trust: Trust = Trust.TRUSTED,
     ) -> Receipt:
         """Append an event and return once it is durable; handlers are woken, never called, by this.
 
         ``payload`` is a JSON value, or bytes of JSON that are kept as they are. Inside a handler the new event derives
-        from the one being handled: it inherits the correlation unless one is given. Nothing is appended when it raises:
-        ``Invalid`` for a bad argument, ``SchemaMismatch``, ``IdempotencyConflict``, ``LoopDetected``, ``StorageFull``,
-        ``Backpressure``.
+        from the one being handled: it inherits the correlation unless one is given, and is untrusted if that one is.
+        Nothing is appended when it raises: ``Invalid`` for a bad argument, ``SchemaMismatch``, ``IdempotencyConflict``,
+        ``LoopDetected``, ``StorageFull``, ``Backpressure``.
         """
         context = current.get()
         system_headers, limits = None, OWN
         if context is not None:
             inherited, system_headers = derivation(context, self._max_hops)
+            trust = lower(trust, context.event.trust)
             if correlation_id is None:
                 correlation_id, limits = inherited, INHERITED
         made = draft(
@@ -257,6 +260,7 @@ class EventBus:
             occurred_at=occurred_at,
             system_headers=system_headers,
             limits=limits,
+            trust=trust,
         )
         log = self._log or await self.open()
         while context is None and self._placing:  # who subscribed before this call must not miss what it appends
@@ -353,15 +357,17 @@ class EventBus:
 
         return decorate
 
-    def unsubscribe(self, topic: str, subscriber_id: str) -> None:
-        """Detach the handlers of a pattern; the subscription and its place in the log stay."""
+    def unsubscribe(self, topic: str | None, subscriber_id: str) -> None:
+        """Detach the handlers of a pattern, or all (None); the subscription and its place in the log stay."""
         subscriber = self._subscribers.get(subscriber_id)
-        if subscriber is None or not subscriber.remove(topic):
+        if subscriber is None or topic not in (None, *subscriber.patterns):
             raise NotFound(f"{subscriber_id} is not subscribed to {topic} here")
-        if subscriber.patterns:
+        if topic is not None and subscriber.patterns != (topic,):
+            subscriber.remove(topic)
             if self._running:
                 self._spawn(self._attach_later(subscriber))
             return
+        # Until it has stopped it keeps its handlers: what it no longer wanted would be passed over.
         del self._subscribers[subscriber_id]
         if self._running:
             task = asyncio.get_running_loop().create_task(subscriber.stop(self._grace_s))

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from postbus import strict_json
-from postbus.model import Invalid, LoopDetected
+from postbus.model import Invalid, LoopDetected, Trust
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from postbus.log.sqlite import SqliteLog, Transaction
     from postbus.model import Event, Receipt
 
-__all__ = ["CAUSATION", "HOPS", "Context", "current", "derivation"]
+__all__ = ["CAUSATION", "HOPS", "Context", "current", "derivation", "lower"]
 
 CAUSATION = "postbus.causation_id"
 HOPS = "postbus.hops"
@@ -115,3 +115,8 @@ def derivation(context: Context, max_hops: int) -> tuple[str, dict[str, str]]:
         message = f"event {event.id} derives from {hops - 1} others, more than max_hops={max_hops}"
         raise LoopDetected(message, hint="two subscriptions may be answering each other")
     return event.correlation_id or event.id, {CAUSATION: event.id, HOPS: str(hops)}
+
+
+def lower(trust: Trust, inherited: str) -> Trust:
+    """Return the trust of an event that derives from another: nothing becomes more trusted by being passed on."""
+    return Trust.UNTRUSTED if inherited == Trust.UNTRUSTED.value else trust

@@ -1,32 +1,56 @@
-"""Opening the log of a bus: a folder, or a place in memory that is removed at the end."""
+"""Opening the log of a bus: a folder, a remote with the folder of its copy, or a place in memory."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote
 
-from postbus.log.sqlite import SqliteLog
-from postbus.model import Invalid
+from postbus.bus.outlet import RemoteOutlet
+from postbus.log import ReplicaLog, open_folder
+from postbus.log.address import Address, parse_address
+from postbus.log.replica import CATCH_UP_S
 
 if TYPE_CHECKING:
     from postbus.clock import Clock
+    from postbus.log import SqliteLog
 
-__all__ = ["open_log"]
+__all__ = ["open_log", "open_node"]
 
 
 async def open_log(path_or_url: str, clock: Clock, durability: str) -> tuple[SqliteLog, str | None]:
     """Return an open log, and the folder that is to be removed with it if there is one."""
-    path, folder = path_or_url, None
-    if path == "memory:":
-        path = folder = tempfile.mkdtemp(prefix="postbus-", dir=_memory())
-    elif path.startswith("sqlite://"):
-        path = unquote(path.removeprefix("sqlite://"))
-    elif "://" in path:
-        raise Invalid(f"the bus cannot run on {path}", hint="use memory:, sqlite:///folder or a folder's path")
-    return await asyncio.to_thread(SqliteLog.open, path, clock=clock, durability=durability), folder
+    address, folder = parse_address(path_or_url), None
+    if address.folder is None:
+        folder = tempfile.mkdtemp(prefix="postbus-", dir=_memory())
+        address = Address(folder=folder)
+    try:
+        return await open_node(address, clock, durability=durability), folder
+    except BaseException:
+        if folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        raise
+
+
+async def open_node(
+    address: Address,
+    clock: Clock | None = None,
+    *,
+    durability: str = "full",
+    create: bool = True,
+    catch_up_s: float = CATCH_UP_S,
+) -> SqliteLog:
+    """Open the log in a folder; what goes to a remote it follows goes through the spool while that is away."""
+    log = await open_folder(address, clock, durability=durability, create=create, catch_up_s=catch_up_s)
+    if isinstance(log, ReplicaLog):
+        try:
+            await RemoteOutlet(log).start()
+        except BaseException:
+            await log.close()
+            raise
+    return log
 
 
 def _memory() -> str | None:

@@ -63,13 +63,10 @@ class Subscriber:
         self._handlers.append((pattern, handler))
         self._rebuild()
 
-    def remove(self, pattern: str) -> bool:
-        """Remove the handlers of a pattern; False when there were none."""
-        kept = [entry for entry in self._handlers if entry[0] != pattern]
-        found = len(kept) != len(self._handlers)
-        self._handlers = kept
+    def remove(self, pattern: str) -> None:
+        """Remove the handlers of a pattern."""
+        self._handlers = [entry for entry in self._handlers if entry[0] != pattern]
         self._rebuild()
-        return found
 
     def _rebuild(self) -> None:
         trie: PatternTrie[int] = PatternTrie()

@@ -20,15 +20,19 @@ from postbus.cli import (
     agents,
     bus,
     consumers,
+    copy,
     deliveries,
     demo,
     dlq,
+    doctor,
     filters,
+    host,
     inbox,
     keys,
     log,
     pipeline_inboxes,
     quota,
+    scaffold,
     schemas,
     serve,
     sources,
@@ -111,6 +115,9 @@ app.add_typer(inbox.commands, name="inbox", rich_help_panel="Inboxes")
 app.add_typer(timers.commands, name="timers", rich_help_panel="Inboxes")
 app.add_typer(sources.commands, name="sources", rich_help_panel="Inboxes")
 app.add_typer(deliveries.commands, name="deliveries", rich_help_panel="Inboxes")
+app.add_typer(host.commands)
+app.add_typer(doctor.commands)
+app.add_typer(scaffold.commands)
 app.add_typer(serve.commands)
 app.add_typer(topics.commands, name="topics", rich_help_panel="Server")
 app.add_typer(keys.commands, name="keys", rich_help_panel="Server")
@@ -118,6 +125,7 @@ app.add_typer(quota.commands, name="quota", rich_help_panel="Server")
 app.add_typer(log.commands)
 app.add_typer(consumers.commands)
 app.add_typer(store.commands)
+app.add_typer(copy.commands)
 app.add_typer(upkeep.commands)
 app.add_typer(pipeline_inboxes.commands, name="pipeline", rich_help_panel="Pipeline")
 

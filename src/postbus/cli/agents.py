@@ -323,7 +323,9 @@ def subscribe(
         str | None, typer.Option(metavar="JSON", help="It ends after an event that this filter matches.")
     ] = None,
     grace: Annotated[str, typer.Option(metavar="AGE", help="How long it goes on after that event.")] = "0s",
-    engine: Annotated[Literal["live", "spark"], typer.Option(help="Who fills the inbox.")] = "live",
+    engine: Annotated[
+        Literal["live", "spark"] | None, typer.Option(help="Who fills the inbox; without it the tenant's.")
+    ] = None,
     tenant: Tenant = TENANT,
     data: Data = DATA,
     url: Url = None,
@@ -332,7 +334,9 @@ def subscribe(
 ) -> None:
     """Have events that match go to an agent's inbox, each once however many subscriptions match it."""
     check_pattern(pattern)
-    body: dict[str, Any] = {"pattern": pattern, "start": _start(start_of(start, "--start")), "engine": engine}
+    body: dict[str, Any] = {"pattern": pattern, "start": _start(start_of(start, "--start"))}
+    if engine is not None:
+        body["engine"] = engine
     if name is not None:
         body["id"] = name
     if filter_ is not None:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import quote
 
 import msgspec
 import typer
 
 from postbus.bus import EventBus
+from postbus.bus.opening import open_node
+from postbus.cli import output
 from postbus.clock import SystemClock
 from postbus.envelope import parse_instant
-from postbus.log import SqliteLog, open_log
+from postbus.log import ReplicaLog
+from postbus.log.address import parse_address
 from postbus.model import Invalid, Start, StartPolicy, Unreachable
 from postbus.topics import check_stream_name
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from postbus.cli.remote import Remote
-    from postbus.log import Log
+    from postbus.log import Log, SqliteLog
+    from postbus.log.address import Address
 
 __all__ = [
     "CLOCK",
@@ -45,6 +47,7 @@ __all__ = [
     "age_of",
     "connected",
     "examples",
+    "folder_of",
     "headers_of",
     "moment_of",
     "opened",
@@ -52,6 +55,7 @@ __all__ = [
     "opened_store",
     "pairs_of",
     "reached",
+    "shown_place",
     "start_of",
 ]
 
@@ -63,6 +67,7 @@ OFFSET = re.compile("-?[0-9]{1,18}")
 AGE = re.compile("([0-9]{1,9}(?:[.][0-9]{1,3})?)(s|m|h|d|w)")
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 PATIENCE_S = 1.0
+CATCH_UP_S = 600.0
 CLOCK = SystemClock()
 
 
@@ -103,7 +108,13 @@ def _tenant(name: str) -> str:
 
 Data = Annotated[
     str,
-    typer.Option("--data", envvar="POSTBUS_DATA", metavar="DIR", callback=_folder, help="The data folder."),
+    typer.Option(
+        "--data",
+        envvar="POSTBUS_DATA",
+        metavar="DIR",
+        callback=_folder,
+        help="The data folder, or a remote log with the folder of its copy: nats://HOST:PORT?data=DIR.",
+    ),
 ]
 Url = Annotated[
     str | None,
@@ -208,19 +219,39 @@ def pairs_of(pairs: list[str], option: str) -> dict[str, str]:
 @asynccontextmanager
 async def opened(data: str, *, create: bool = False) -> AsyncIterator[Log]:
     """Open the log in the data folder, and close it at the end."""
-    log = await open_log(f"sqlite://{quote(os.fsencode(data))}", create=create)
+    async with opened_store(data, create=create) as log:
+        yield log
+
+
+@asynccontextmanager
+async def opened_store(data: str, *, create: bool = False) -> AsyncIterator[SqliteLog]:
+    """Open the log in the data folder with what is kept beside it, and close it at the end."""
+    address = _place(data)
+    log = await open_node(address, create=create or address.remote is not None, catch_up_s=CATCH_UP_S)
+    if isinstance(log, ReplicaLog) and log.away is not None:
+        output.note(f"the remote does not answer, so this is about the copy: {log.away}")
+    log.projections.start()
     try:
         yield log
     finally:
         await log.close()
 
 
-@asynccontextmanager
-async def opened_store(data: str, *, create: bool = False) -> AsyncIterator[SqliteLog]:
-    """Open the log in the data folder with what is kept beside it, and close it at the end."""
-    async with opened(data, create=create) as log:
-        assert isinstance(log, SqliteLog)  # noqa: S101 - a data folder holds no other kind
-        yield log
+def folder_of(data: str) -> str:
+    """Return the data folder: what was named, or what keeps the copy of the remote that was named."""
+    return _place(data).folder or data
+
+
+def shown_place(data: str) -> str:
+    """Return the place as it may be shown: a remote without its password."""
+    return _place(data).public
+
+
+def _place(data: str) -> Address:
+    address = parse_address(data)
+    if address.folder is None:
+        raise Invalid("memory: ends with the command", hint="name a folder with --data")
+    return address
 
 
 @asynccontextmanager
@@ -229,7 +260,8 @@ async def opened_bus(data: str, tenant: str, *, create: bool = False) -> AsyncIt
     if not create:
         async with opened(data):
             pass  # it is there and can be used, or this has said what is wrong
-    bus = EventBus(Path(data).absolute(), tenant=tenant)  # noqa: ASYNC240 - joins names, asks no disk
+    place = _place(data)
+    bus = EventBus(Path(data).absolute() if place.remote is None else data, tenant=tenant)  # noqa: ASYNC240 - joins names
     try:
         yield bus
     finally:

@@ -276,15 +276,36 @@ def progress(label: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextlib.contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Show bars for one stage after the other, as ``progress`` does; gives the function (stage, done, in all)."""
+def stages(*, pace: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+    """Show bars for one stage after the other, as ``progress`` does; gives the function (stage, done, in all).
+
+    ``pace`` adds how many are done a second, and how long the rest will take.
+    """
     if not sys.stderr.isatty():
         yield lambda _stage, _done, _total: None
         return
     from rich.console import Console  # noqa: PLC0415 - see above
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415
+        BarColumn,
+        Progress,
+        ProgressColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task("", total=None)
-        yield lambda stage, done, total: bars.update(task, description=stage, completed=done, total=total or None)
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+    if pace:
+        columns += [TextColumn("{task.fields[rate]}"), TimeRemainingColumn()]
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bars:
+        task = bars.add_task("", total=None, rate="")
+
+        def advance(stage: str, done: int, total: int) -> None:
+            known = bars.tasks[0]
+            if known.description != stage:
+                bars.reset(task, description=stage)
+            rate = f"{known.speed:,.0f}/s" if known.speed else ""
+            bars.update(task, description=stage, completed=done, total=total or None, rate=rate)
+
+        yield advance

@@ -64,7 +64,7 @@ def run(
     whose = None if everyone else tenant
     names = subscriptions or None
     if not asyncio.run(backlog(data, tenant=whose, subscriptions=names)) and not follow:
-        _show({"events": 0, "matches": 0, "jobs": 0}, "nothing is new", as_json=json)
+        _show({"events": 0, "matches": 0, "jobs": 0, "filter_errors": {}}, "nothing is new", as_json=json)
         return
 
     async def work(spark: Any) -> Materialized:
@@ -131,27 +131,47 @@ def backfill(
     _show(msgspec.to_builtins(done), f"{_read(done)}; the live bus goes on from there", as_json=json)
 
 
-@commands.command("hand-over", epilog=examples("$ postbus pipeline hand-over orders --to spark"))
+@commands.command(
+    "hand-over",
+    epilog=examples(
+        """
+        $ postbus pipeline hand-over orders --to spark
+        $ postbus pipeline hand-over --all --to spark
+        """
+    ),
+)
 def hand_over(
-    subscriptions: Subscriptions,
+    subscriptions: Annotated[
+        list[str] | None, typer.Argument(metavar="SUBSCRIPTION…", help="Inbox subscriptions of the tenant.")
+    ] = None,
     *,
+    everyone: Annotated[
+        bool, typer.Option("--all", help="All subscriptions of the tenant, and those that come and do not say.")
+    ] = False,
     to: Annotated[Literal["live", "spark"], typer.Option("--to", help="Who fills the inbox from now on.")],
     tenant: Tenant = TENANT,
     data: Data = DATA,
     json: Json = False,
 ) -> None:
     """Have subscriptions served by the live bus, or by Spark, from where they are. Nothing is lost or given twice."""
+    names = subscriptions or []
+    if bool(names) is everyone:
+        raise typer.BadParameter("name subscriptions, or say --all", param_hint="'SUBSCRIPTION…'")
 
-    async def work() -> None:
-        await _known(data, tenant, subscriptions)
+    async def work() -> list[str]:
+        await _known(data, tenant, names)
         async with opened_store(data) as log:
             inboxes = Inboxes(log, CLOCK)
-            for name in subscriptions:
+            if everyone:
+                return await inboxes.hand_over_all(tenant, to)
+            for name in names:
                 await inboxes.hand_over(tenant, name, to)
+            return names
 
-    asyncio.run(work())
-    told = f"{', '.join(subscriptions)}: {'Spark' if to == 'spark' else 'the live bus'} from now on"
-    _show({"subscriptions": subscriptions, "engine": to}, told, as_json=json)
+    changed = asyncio.run(work())
+    who = f"everything of {tenant}" if everyone else ", ".join(names)
+    told = f"{who}: {'Spark' if to == 'spark' else 'the live bus'} from now on"
+    _show({"subscriptions": changed, "engine": to}, told, as_json=json)
 
 
 async def _known(data: str, tenant: str, subscriptions: list[str]) -> None:
@@ -163,7 +183,11 @@ async def _known(data: str, tenant: str, subscriptions: list[str]) -> None:
 
 
 def _read(done: Materialized) -> str:
-    return f"read {count(done.events, 'event')}, {count(done.matches, 'item')} for inboxes"
+    told = f"read {count(done.events, 'event')}, {count(done.matches, 'item')} for inboxes"
+    if done.filter_errors:
+        failed = ", ".join(f"{name} {number:,}" for name, number in sorted(done.filter_errors.items()))
+        told += f"; events for which a filter had no value: {failed}"
+    return told
 
 
 def _show(facts: dict[str, object], told: str, *, as_json: bool) -> None:

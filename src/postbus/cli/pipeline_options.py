@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
+from postbus.cli.host import CONFIG, Config
 from postbus.cli.options import TENANT, examples
 from postbus.spark.session import LOCAL, Settings, require_pyspark
 from postbus.topics import check_stream_name
@@ -38,23 +40,27 @@ LAKE = "./postbus-lake"
 # Each module of the pipeline adds its commands here.
 commands = typer.Typer(
     no_args_is_help=True,
-    help="Archive, ingest, replay, validate, report and fill inboxes on Spark.",
     epilog=examples("$ postbus pipeline archive\n$ postbus pipeline status --json"),
 )
 
 LakeAt = Annotated[
-    str, typer.Option("--lake", envvar="POSTBUS_LAKE", metavar="DIR_OR_URL", help="Where the archive is.")
+    str, typer.Option("--lake", envvar="POSTBUS_PIPELINE_LAKE", metavar="DIR_OR_URL", help="Where the archive is.")
 ]
 Master = Annotated[
-    str, typer.Option("--master", envvar="POSTBUS_SPARK_MASTER", metavar="URL", help="Which Spark runs it.")
+    str, typer.Option("--master", envvar="POSTBUS_PIPELINE_MASTER", metavar="URL", help="Which Spark runs it.")
 ]
 Remote = Annotated[
     str | None,
     typer.Option(
-        "--remote", envvar="POSTBUS_SPARK_REMOTE", metavar="URL", help="A Spark Connect server, as in sc://host."
+        "--remote", envvar="POSTBUS_PIPELINE_REMOTE", metavar="URL", help="A Spark Connect server, as in sc://host."
     ),
 ]
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory of Spark's driver, as in 2g.")]
+Memory = Annotated[
+    str,
+    typer.Option(
+        "--memory", envvar="POSTBUS_PIPELINE_MEMORY", metavar="SIZE", help="Memory of Spark's driver, as in 2g."
+    ),
+]
 Ui = Annotated[bool, typer.Option("--ui", help="Switch Spark's own web page on, and print its address.")]
 Streams = Annotated[
     str, typer.Option("--stream", metavar="NAME", help="One stream, or a pattern such as local.default.>.")
@@ -65,6 +71,22 @@ Since = Annotated[
 Until = Annotated[
     str | None, typer.Option("--until", metavar="WHEN", help="Appended before: an age like 10m, or an instant.")
 ]
+
+
+@commands.callback()
+def _settings(context: typer.Context, *, config: Config = None) -> None:
+    """Archive, ingest, replay, validate, report and fill inboxes on Spark.
+
+    What neither the command line nor the environment says is looked for in the section `pipeline` of the settings file.
+    """
+    path = config if config is not None else CONFIG if CONFIG.is_file() else None
+    if path is None:
+        return
+    from postbus.kernel.settings import read_settings  # noqa: PLC0415 - only with a file
+
+    found = msgspec.structs.asdict(read_settings(path, environ={}).pipeline)
+    given = {name: value for name, value in found.items() if value is not None}
+    context.default_map = dict.fromkeys(getattr(context.command, "commands", ()), given)
 
 
 def settings_of(master: str, remote: str | None, memory: str, *, ui: bool) -> Settings:
@@ -87,10 +109,10 @@ def stream_of(name: str) -> str:
 
 def events_of(spark: SparkSession, data: str, stream: str, topic: str | None, lake: Lake | None) -> DataFrame:
     """Return the events of a log, or of a lake when there is one."""
-    from postbus.spark.extent import located  # noqa: PLC0415 - one use
+    from postbus.spark.frames import events_in, refresh  # noqa: PLC0415 - needs the extra
     from postbus.spark.jobs.replay import Selection, selected  # noqa: PLC0415 - needs the extra
 
     if lake is not None:
         return selected(lake.frame(spark), Selection(stream=stream, topic=topic))
-    reader = spark.read.format("postbus").option("data", located(data)).option("stream", stream)
-    return (reader if topic is None else reader.option("topic", topic)).load()
+    refresh(data)
+    return events_in(spark, data, stream=stream, topic=topic)

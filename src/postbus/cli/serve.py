@@ -16,7 +16,7 @@ import typer
 
 from postbus import __version__
 from postbus.cli import output
-from postbus.cli.options import DATA, Data, Json, examples
+from postbus.cli.options import DATA, Data, Json, examples, folder_of, shown_place
 from postbus.model import Durability, Invalid, instant
 from postbus.store.folder import Folder, ServeLock
 
@@ -117,7 +117,7 @@ async def _serve(wish: Wish) -> None:
     from postbus.server.hub import Hub  # noqa: PLC0415
     from postbus.server.serving import Serving, listen, listen_unix  # noqa: PLC0415
 
-    folder = Folder(wish.data)
+    folder = Folder(folder_of(wish.data))
     folder.create()
     lock = ServeLock(folder)
     lock.acquire()
@@ -170,9 +170,11 @@ def _shown(host: str) -> str:
 def _announce(wish: Wish, url: str, *, keys: bool) -> None:
     logging.getLogger("postbus.server").info("serving on %s", url)
     if wish.json:
-        output.document({"url": url, "pid": os.getpid(), "data": wish.data, "keys": keys, "version": __version__})
+        output.document(
+            {"url": url, "pid": os.getpid(), "data": shown_place(wish.data), "keys": keys, "version": __version__}
+        )
         return
-    output.say(f"Postbus {__version__} serves {wish.data} on {url}")
+    output.say(f"Postbus {__version__} serves {shown_place(wish.data)} on {url}")
     if wish.unix is None:
         output.say(f"  docs  {url}/docs")
     who = "needed" if keys else "none yet: everybody on this machine is the operator (postbus keys create)"

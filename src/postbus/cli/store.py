@@ -10,7 +10,7 @@ import typer
 from rich.filesize import decimal
 
 from postbus.cli import output
-from postbus.cli.options import DATA, Data, Json, examples
+from postbus.cli.options import DATA, Data, Json, examples, folder_of
 from postbus.cli.output import count
 from postbus.model import CorruptLog
 from postbus.store import Folder, Report
@@ -61,10 +61,10 @@ def verify(
     purpose, `--accept` checks the events without it and then takes the log as it is.
     """
     with output.progress("verifying") as advance:
-        report = check_store(data, advance)
+        report = check_store(folder_of(data), advance)
     accepted: list[Problem] = []
     if accept:
-        report, accepted = _accept(data, report)
+        report, accepted = _accept(folder_of(data), report)
     if json:
         facts = {"events": report.events, "partitions": report.partitions, "problems": report.problems}
         output.document({"ok": report.ok, **facts, "accepted": accepted})
@@ -167,7 +167,7 @@ def backup(
     Others may go on using it meanwhile; the copy is one consistent moment.
     """
     with output.progress("copying pages") as advance:
-        copy_store(data, target, advance)
+        copy_store(folder_of(data), target, advance)
     size = Folder(target).database.stat().st_size
     if json:
         output.document({"source": data, "target": str(target), "bytes": size})
@@ -187,7 +187,7 @@ def restore(
     The data folder must not hold a store yet. A backup with damage is refused.
     """
     with output.progress("verifying the backup") as advance:
-        report = restore_store(source, data, advance)
+        report = restore_store(source, folder_of(data), advance)
     if json:
         output.document(
             {"source": str(source), "target": data, "events": report.events, "partitions": report.partitions}

@@ -66,7 +66,7 @@ class Agents(Calls):
         start: str | int | datetime = "latest",
         digest: dict[str, Any] | None = None,
         cleanup: dict[str, Any] | None = None,
-        engine: str = "live",
+        engine: str | None = None,
     ) -> dict[str, Any]:
         """Have matching events of a topic, or of topics like ``pattern``, go to an agent's inbox.
 
@@ -80,10 +80,11 @@ class Agents(Calls):
             "filter": filter,
             "digest": digest,
             "cleanup": cleanup,
+            "engine": engine,
         }
         body = {name: value for name, value in given.items() if value is not None}
         path = f"{self._agent(agent)}/subscriptions"
-        return await self._json("POST", path, {**body, "start": _start(start), "engine": engine})
+        return await self._json("POST", path, {**body, "start": _start(start)})
 
     async def agent_subscriptions(self, agent: str) -> list[dict[str, Any]]:
         """Return the subscriptions of an agent with their places, by id."""

@@ -145,6 +145,7 @@ class _Published(msgspec.Struct):
     offset: int
     duplicate: bool
     produced_at: datetime
+    spooled: bool = False
 
 
 class _PublishedBatch(msgspec.Struct):
@@ -204,7 +205,14 @@ def decode_receipts(raw: bytes, *, many: bool) -> list[Receipt]:
     """Return where events were put."""
     found = _batch(raw).events if many else [_published(raw)]
     return [
-        Receipt(one.topic, one.partition, one.offset, one.duplicate, created_at_us=_micros(one.produced_at))
+        Receipt(
+            one.topic,
+            one.partition,
+            one.offset,
+            one.duplicate,
+            created_at_us=_micros(one.produced_at),
+            spooled=one.spooled,
+        )
         for one in found
     ]
 

@@ -63,13 +63,13 @@ class Filter:
         self.spec = spec
         self.errors = 0
         self._checks: list[tuple[str, Check]] = []
-        self._terms: list[Term] = []
+        self._needs: list[tuple[Term, ...]] = []
         for part in ("metadata", "payload"):
             if part in spec:
                 if not isinstance(spec[part], dict):
                     raise InvalidFilter(f"the part {part} must be a JSON object, not {kind(spec[part])}")
                 self._checks.append((part, check_of(spec[part])))
-                self._terms += terms_of(spec[part], (part,))
+                self._needs += [(term,) for term in terms_of(spec[part], (part,))]
         self._text: str = spec.get("expr", "")
         self._tree: Node | None = None
         self._evaluate: Evaluate | None = None
@@ -79,12 +79,12 @@ class Filter:
             self._tree = parse(self._text)
             check(self._text, self._tree)
             self._evaluate = compiled(self._text, self._tree)
-            self._terms += _terms(self._tree)
+            self._needs += _needs(self._tree)
 
     @property
-    def terms(self) -> tuple[Term, ...]:
-        """What no event can match without; an index looks for these."""
-        return tuple(self._terms)
+    def needs(self) -> tuple[tuple[Term, ...], ...]:
+        """What no event can match without: of each need one of its terms; an index looks for these."""
+        return tuple(self._needs)
 
     def matches(self, event: Event | View) -> bool:
         """Say whether the event matches; never raises. Give a ``View`` to share what is decoded with other filters."""
@@ -164,19 +164,33 @@ def _shown(value: Any) -> str:
 # --- what an index can look for ---------------------------------------------------------------------------------------
 
 
-def _terms(tree: Node) -> list[Term]:
-    """Return the equality terms that all must hold for the expression to be true."""
+def _needs(tree: Node) -> list[tuple[Term, ...]]:
+    """Return what must hold for the expression to be true: of each need one term at least."""
     nodes = tree.terms if isinstance(tree, Logic) and tree.both else (tree,)
-    return [term for node in nodes if (term := _term(node)) is not None]
+    return [need for node in nodes if (need := _need(node))]
+
+
+def _need(node: Node) -> tuple[Term, ...]:
+    """Return terms of which one holds when the node is true; none when nothing is known."""
+    if not isinstance(node, Logic):
+        term = _term(node)
+        return () if term is None else (term,)
+    needs = [_need(each) for each in node.terms]
+    if node.both:
+        return min((need for need in needs if need), key=len, default=())
+    return tuple(term for need in needs for term in need) if all(needs) else ()
 
 
 def _term(node: Node) -> Term | None:
     if not isinstance(node, Binary):
         return None
-    if node.operator == "in" and isinstance(node.right, ListOf):
-        values = tuple(item.value for item in node.right.items if isinstance(item, Literal))
-        path = _path(node.left)
-        return Term(path, values) if path and len(values) == len(node.right.items) > 0 else None
+    if node.operator == "in":
+        if isinstance(node.right, ListOf):
+            values = tuple(item.value for item in node.right.items if isinstance(item, Literal))
+            path = _path(node.left)
+            return Term(path, values) if path and len(values) == len(node.right.items) > 0 else None
+        path = _path(node.right)
+        return Term(path, (node.left.value,)) if path and isinstance(node.left, Literal) else None
     if node.operator == "==":
         for side, other in ((node.left, node.right), (node.right, node.left)):
             path = _path(side)

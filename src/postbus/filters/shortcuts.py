@@ -25,7 +25,7 @@ MISSING = object()
 
 
 class Term(msgspec.Struct, frozen=True):
-    """What a filter cannot match without: one of the values at ``path`` (variable and fields) or in a list there."""
+    """One of the values is at ``path`` (variable and fields), in a list there, or a key of a dict there."""
 
     path: tuple[str, ...]
     values: tuple[Scalar, ...]

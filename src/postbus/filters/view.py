@@ -16,7 +16,6 @@ _READ: dict[str, Callable[[Event], Any]] = {
     "payload": lambda event: event.payload,
     "metadata": lambda event: event.metadata,
     "headers": lambda event: event.headers,
-    "topic": lambda event: event.topic,
     "variant": lambda event: event.variant,
     "source": lambda event: event.source,
     "key": lambda event: event.key,
@@ -42,6 +41,7 @@ class View:
 
     def __init__(self, event: Event) -> None:
         self.event = event
+        self.topic = event.topic
         self.steps = STEPS_MAX
         self.locals: dict[str, Any] = {}
 

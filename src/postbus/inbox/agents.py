@@ -79,6 +79,9 @@ END = """
 ENGINE = """
     UPDATE subscription_registry SET settings = json_set(settings, '$.engine', ?) WHERE tenant = ? AND subscription = ?
 """
+# Who serves the subscriptions of a tenant that do not say it.
+TENANT_ENGINE = "SELECT value FROM store_facts WHERE name = 'engine ' || ?"
+SAVE_TENANT_ENGINE = "INSERT OR REPLACE INTO store_facts VALUES ('engine ' || ?, ?)"
 STREAMS = "SELECT name FROM stream_registry WHERE name GLOB ? || '.*' AND NOT deleted ORDER BY name"
 READ_BY = """
     SELECT s.name FROM readers r JOIN stream_registry s USING (stream_id)
@@ -204,10 +207,11 @@ class Agents:
         start: Start | None = None,
         digest: Digest | None = None,
         cleanup: Cleanup | None = None,
-        engine: Literal["live", "spark"] = "live",
+        engine: Literal["live", "spark"] | None = None,
     ) -> tuple[InboxSubscription, list[Consumer]]:
         """Register a subscription and pin its start; returns it with its places.
 
+        Without an ``engine`` it gets the tenant's, which is ``live`` unless ``hand_over_all`` said otherwise.
         Raises ``Invalid`` for a bad argument, ``NotFound`` for an unknown agent or stream, ``Conflict`` for an id that
         is taken.
         """
@@ -219,7 +223,7 @@ class Agents:
             raise Invalid(f"{DISPATCH} is the bus's own reader")
         if len(streams) > STREAMS_MAX or any(not each.startswith(f"{tenant}.") for each in streams):
             raise Invalid(f"`streams` names at most {STREAMS_MAX} streams of {tenant}")
-        made = InboxSubscription(
+        asked = InboxSubscription(
             id=name,
             patterns=(pattern,),
             agent=agent,
@@ -228,12 +232,13 @@ class Agents:
             start=check_start(start or Start()),
             digest=_check_digest(digest),
             cleanup=_check_cleanup(cleanup),
-            engine=engine,
+            engine=engine or "live",
             ends_at_us=parse_instant(cleanup.at) if cleanup is not None and cleanup.at is not None else None,
         )
 
         def write(tx: Transaction) -> tuple[InboxSubscription, list[Consumer]]:
             find_agent(tx.db, tenant, agent)
+            made = asked if engine else msgspec.structs.replace(asked, engine=tenant_engine(tx.db, tenant))
             if tx.db.execute(ANY, (tenant, name)).get is not None:
                 raise Conflict(f"{tenant} has a subscription {name}", hint="use another id, or delete that one first")
             for each in streams:
@@ -281,11 +286,24 @@ class Agents:
 
         Raises ``NotFound``, or ``Invalid`` for an engine that there is not.
         """
-        if engine not in ENGINES:
-            raise Invalid(f"no engine is called {engine!r}", hint=f"use one of {', '.join(ENGINES)}")
+        _check_engine(engine)
         await self.subscription(tenant, name)
         await self._log.transact(lambda tx: tx.run(ENGINE, (engine, tenant, name)))
         return await self.subscription(tenant, name)
+
+    async def hand_over_all(self, tenant: str, engine: Literal["live", "spark"]) -> list[str]:
+        """Have all subscriptions of a tenant, and those that come, served by an engine; return whose has changed."""
+        _check_engine(engine)
+
+        def write(tx: Transaction) -> list[str]:
+            tx.db.execute(SAVE_TENANT_ENGINE, (tenant, engine))
+            found = [_decode(*row) for row in list(tx.db.execute(ALL, (tenant,)))]
+            names = [one.id for one in found if one.engine != engine]
+            for name in names:
+                tx.run(ENGINE, (engine, tenant, name))
+            return names
+
+        return await self._log.transact(write)
 
     async def reset(self, tenant: str, name: str, start: Start) -> list[Consumer]:
         """Move a subscription in every stream it reads; items it has been given once are never given again."""
@@ -351,6 +369,16 @@ def _forget(tx: Transaction, tenant: str, name: str) -> None:
     for statement in FORGET:
         tx.db.execute(statement, (tenant, name))
     tx.db.execute(FORGET_DELIVERIES, (name, tenant))
+
+
+def tenant_engine(db: apsw.Connection, tenant: str) -> Literal["live", "spark"]:
+    """Return who serves the subscriptions of a tenant that do not say it."""
+    return "spark" if db.execute(TENANT_ENGINE, (tenant,)).get == "spark" else "live"
+
+
+def _check_engine(engine: str) -> None:
+    if engine not in ENGINES:
+        raise Invalid(f"no engine is called {engine!r}", hint=f"use one of {', '.join(ENGINES)}")
 
 
 def _check_digest(digest: Digest | None) -> Digest | None:

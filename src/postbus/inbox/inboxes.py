@@ -161,6 +161,12 @@ class Inboxes:
         await self._refresh()
         return moved
 
+    async def hand_over_all(self, tenant: str, engine: Literal["live", "spark"]) -> list[str]:
+        """See ``Agents.hand_over_all``; served or let go at once."""
+        changed = await self.agents.hand_over_all(tenant, engine)
+        await self._refresh()
+        return changed
+
     async def lag(self, tenant: str, name: str) -> list[ConsumerLag]:
         """Return how far a subscription is behind in each stream it reads."""
         await self.agents.subscription(tenant, name)

@@ -12,7 +12,7 @@ from postbus.store.records import content_digest, encode, genesis
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from postbus.model import Draft, Stream
+    from postbus.model import Draft, Event, Stream
 
 __all__ = ["Head", "Identity", "choose_partition", "empty_head", "resolve_identities"]
 
@@ -44,7 +44,14 @@ class Head:
         """Return an independent head at the same place."""
         return Head(self.partition, self.next_offset, self.chain, self.size, self.latest)
 
-    def take(self, drafts: Iterable[Draft], now_us: int, stream_id: int, values: list[Any], facts: list[Facts]) -> None:
+    def take(
+        self,
+        drafts: Iterable[Draft | Event],
+        now_us: int,
+        stream_id: int,
+        values: list[Any],
+        facts: list[Facts],
+    ) -> None:
         """Give drafts the next offsets, link them to the chain, and add to ``values`` and ``facts``.
 
         Facts are in the order of ``Event`` after ``stream``; rows in the order of ``INSERT_COLUMNS``. One long loop
@@ -93,16 +100,32 @@ def choose_partition(draft: Draft, partitions: int, turn: int) -> int:
 
 def digest_of(draft: Draft) -> bytes:
     """Return the digest of what makes two drafts the same event."""
+    return _digest(draft, draft.occurred_at_us)
+
+
+def found_of(event: Event) -> bytes:
+    """Return the digest of an event's draft; an event does not tell when its draft named the instant it was made."""
+    return _digest(event, None if event.occurred_at_us == event.created_at_us else event.occurred_at_us)
+
+
+def same_content(draft: Draft, known: Identity) -> bool:
+    """Say whether a draft is the event that has its identity in a copy."""
+    if digest_of(draft) == known.content:
+        return True
+    return draft.occurred_at_us == known.created_at_us and _digest(draft, None) == known.content
+
+
+def _digest(fact: Draft | Event, occurred_at_us: int | None) -> bytes:
     return content_digest(
         (
-            draft.topic,
-            draft.source,
-            draft.key,
-            draft.payload_json,
-            draft.metadata_json,
-            draft.headers_json,
-            draft.delivery_handle_json,
-            draft.occurred_at_us,
+            fact.topic,
+            fact.source,
+            fact.key,
+            fact.payload_json,
+            fact.metadata_json,
+            fact.headers_json,
+            fact.delivery_handle_json,
+            occurred_at_us,
         )
     )
 

@@ -93,7 +93,9 @@ class CreateInboxSubscription(msgspec.Struct, frozen=True, kw_only=True, forbid_
     start: StartView = StartView(policy=StartPolicy.LATEST)
     digest: Digest | None = None
     cleanup: Cleanup | None = None
-    engine: Literal["live", "spark"] = "live"
+    engine: Annotated[
+        Literal["live", "spark"] | None, msgspec.Meta(description="Who fills the inbox; without it the tenant's.")
+    ] = None
 
 
 class PositionView(msgspec.Struct, frozen=True):

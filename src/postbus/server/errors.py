@@ -19,10 +19,12 @@ from postbus.model import (
     NotFound,
     PostbusError,
     QuotaExceeded,
+    Refused,
     RequestTimeout,
     StorageError,
     StorageFull,
     Unauthenticated,
+    Unreachable,
 )
 
 __all__ = ["ErrorBody", "Problem", "Refusal", "refused"]
@@ -41,6 +43,8 @@ STATUSES: tuple[tuple[type[PostbusError], int], ...] = (
     (RequestTimeout, 504),
     (StorageFull, 507),
     (StorageError, 503),
+    (Unreachable, 503),
+    (Refused, 409),
 )
 
 

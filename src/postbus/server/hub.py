@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from postbus.bus import EventBus
 from postbus.bus.housekeeping import keep_house
+from postbus.bus.opening import open_node
 from postbus.bus.pull import PullDesk
 from postbus.clock import Clock, SystemClock
 from postbus.inbox import Inboxes
-from postbus.log import SqliteLog
+from postbus.log.address import parse_address
 from postbus.model import NotFound, PostbusError, StorageError
 from postbus.schemas import Schemas
 from postbus.server.deliveries import Carriers
@@ -22,8 +24,9 @@ from postbus.server.sse import Readers
 from postbus.sources import SourceHost
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Awaitable, Callable
+
+    from postbus.log import SqliteLog
 
 __all__ = ["Hub"]
 
@@ -67,9 +70,9 @@ class Hub:
 
     @classmethod
     async def open(cls, data: str | os.PathLike[str], *, clock: Clock | None = None, durability: str = "full") -> Hub:
-        """Open the store in a folder; see ``Store.open`` for what it raises."""
+        """Open the log in a folder, or of a remote with a folder; see ``open_node`` for what it raises."""
         clock = clock or SystemClock()
-        log = await asyncio.to_thread(SqliteLog.open, data, clock=clock, durability=durability)
+        log = await open_node(parse_address(os.fspath(data)), clock, durability=durability)
         log.projections.start()
         hub = cls(log, clock)
         await hub.inboxes.start()

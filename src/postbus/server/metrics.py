@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
+from postbus.bus.outlet import NAME, outlet_of
 from postbus.bus.places import DISPATCH
 from postbus.model import NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from postbus.bus.outlet import RemoteOutlet
     from postbus.model import Receipt
     from postbus.server.hub import Hub
 
@@ -107,6 +109,10 @@ class _Page:
 async def render(hub: Hub, tenant: str | None) -> bytes:
     """Return the numbers of one tenant, or of all, in Prometheus' text format."""
     families = [*await _subscriptions(hub, tenant), *await _dead(hub), _connections(hub), *_store(hub)]
+    outlet = outlet_of(hub.log)
+    if outlet is not None:
+        hub.metrics.breaker(NAME, outlet.state)
+        families += await _spool(outlet)
     return generate_latest(_Page([*hub.metrics.registry.collect(), *families], tenant))
 
 
@@ -148,6 +154,15 @@ async def _dead(hub: Hub) -> list[Metric]:
     for stream, consumer, number in await hub.log.store.read(lambda db: list(db.execute(DEAD))):
         family.add_metric((_tenant(stream), stream, consumer), number)
     return [family]
+
+
+async def _spool(outlet: RemoteOutlet) -> list[Metric]:
+    found = await outlet.relay.spool.status()
+    waiting = _gauge("spool_events", "Events that wait on disk for the remote log.")
+    waiting.add_metric((), found.rows)
+    size = _gauge("spool_bytes", "Size of the events that wait on disk for the remote log.")
+    size.add_metric((), found.bytes)
+    return [waiting, size]
 
 
 def _connections(hub: Hub) -> Metric:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from starlette.responses import HTMLResponse, Response
 
+from postbus.bus.outlet import outlet_of
 from postbus.server.errors import Refusal
 from postbus.server.metrics import render
 from postbus.server.routes import Call, Route
@@ -25,10 +26,11 @@ INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Health(msgspec.Struct, frozen=True):
-    """How the server is."""
+class Health(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the server is. ``remote``: whether events go straight to the remote log (``closed``) or wait on disk."""
 
     status: str
+    remote: str | None = None
 
 
 async def healthz(_: Call) -> Health:
@@ -46,7 +48,8 @@ async def readyz(call: Call) -> Health:
     if writer.full:
         raise Refusal(503, "storage_full", "the disk is full; appends are refused", headers={"retry-after": "5"})
     await call.log.store.read(lambda db: db.execute("SELECT 1").get)
-    return Health("ready")
+    outlet = outlet_of(call.log)
+    return Health("ready", None if outlet is None else outlet.state)
 
 
 async def metrics(call: Call) -> Page:

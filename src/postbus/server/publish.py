@@ -52,8 +52,11 @@ class PublishBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     events: Annotated[list[Publish], msgspec.Meta(min_length=1, max_length=BATCH_MAX)]
 
 
-class Published(msgspec.Struct, frozen=True):
-    """Where an event is. ``duplicate``: the same event was there already, at this place."""
+class Published(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where an event is. ``duplicate``: the same event was there already, at this place.
+
+    ``spooled``: it is safe on this node's disk until the remote log answers again, and this is its place in that queue.
+    """
 
     id: str
     topic: str
@@ -61,6 +64,7 @@ class Published(msgspec.Struct, frozen=True):
     offset: int
     duplicate: bool
     produced_at: datetime
+    spooled: bool = False
 
 
 class PublishedBatch(msgspec.Struct, frozen=True):
@@ -109,14 +113,16 @@ def _many(call: Call) -> Named:
 
 async def publish(call: Call) -> Published:
     """Append one event; answered when it is durable."""
-    receipts = await _append(call, await _checked(call, [call.body]))
-    return _published(receipts[0])
+    drafts = await _checked(call, [call.body])
+    receipts = await _append(call, drafts)
+    return _published(drafts[0][0], receipts[0])
 
 
 async def publish_batch(call: Call) -> PublishedBatch:
     """Append many events in one transaction; answered when they are durable."""
-    receipts = await _append(call, await _checked(call, call.body.events))
-    return PublishedBatch([_published(receipt) for receipt in receipts])
+    drafts = await _checked(call, call.body.events)
+    receipts = await _append(call, drafts)
+    return PublishedBatch([_published(topic, receipt) for (topic, _), receipt in zip(drafts, receipts, strict=True)])
 
 
 async def _checked(call: Call, events: list[Publish]) -> list[tuple[str, Draft]]:
@@ -195,9 +201,10 @@ def _append_each(transaction: Any, drafts: list[tuple[str, Draft]]) -> list[Rece
     return [transaction.append(topic, [made])[0] for topic, made in drafts]
 
 
-def _published(receipt: Receipt) -> Published:
-    produced_at = instant(receipt.created_at_us)
-    return Published(receipt.id, receipt.stream, receipt.partition, receipt.offset, receipt.duplicate, produced_at)
+def _published(topic: str, receipt: Receipt) -> Published:
+    place = (topic, receipt.partition, receipt.offset)
+    name = f"spool/{receipt.offset}" if receipt.spooled else receipt.id
+    return Published(name, *place, receipt.duplicate, instant(receipt.created_at_us), receipt.spooled)
 
 
 ROUTES = (

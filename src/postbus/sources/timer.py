@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from postbus.model import Draft, instant
+from postbus.schedule import schedule
 from postbus.sources.contract import Common, Polled, made
-from postbus.sources.schedule import schedule
 
 if TYPE_CHECKING:
     from postbus.clock import Clock

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ours", "told", "with_hint"]
 
+LOOK = "its log is spark.log in the cache folder"
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -55,13 +57,19 @@ def ours(error: BaseException) -> PostbusError | None:
 @contextmanager
 def told() -> Iterator[None]:
     """Turn what Spark raises into an error of ours: the one it wraps, or one that says what Spark says first."""
-    from pyspark.errors import PySparkException  # noqa: PLC0415 - the base package works without it
+    from py4j.protocol import Py4JError, Py4JJavaError  # noqa: PLC0415 - the base package works without it
+    from pyspark.errors import PySparkException  # noqa: PLC0415
 
     try:
         yield
+    except (Py4JError, ConnectionError) as error:
+        if isinstance(error, Py4JJavaError):
+            first = str(error.java_exception).strip().partition("\n")[0]
+            raise PostbusError(f"Spark says: {first}", hint=LOOK) from error
+        raise PostbusError("Spark has died", hint=f"run it again: it goes on where it was; {LOOK}") from error
     except PySparkException as error:
         known = ours(error)
         if known is not None:
             raise known from error
         first = str(error).strip().partition("\n")[0]
-        raise PostbusError(f"Spark says: {first}", hint="its log is spark.log in the cache folder") from error
+        raise PostbusError(f"Spark says: {first}", hint=LOOK) from error

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 import msgspec
 
+from postbus.log.address import parse_address
 from postbus.model import Invalid, NotFound
 from postbus.store.database import connect
 from postbus.store.folder import Folder
@@ -18,7 +18,17 @@ if TYPE_CHECKING:
 
     import apsw
 
-__all__ = ["LOCAL", "Extent", "chain_through", "extents", "folder_of", "full_name", "located", "reading"]
+__all__ = [
+    "LOCAL",
+    "Extent",
+    "chain_through",
+    "extents",
+    "folder_of",
+    "followed",
+    "full_name",
+    "reading",
+    "remote_of",
+]
 
 LOCAL = "local.default"
 
@@ -30,6 +40,7 @@ EXTENTS = """
     FROM stream_registry s JOIN partitions p USING (stream_id) WHERE NOT s.deleted ORDER BY s.name, p.partition
 """
 CHAIN = 'SELECT chain FROM events WHERE stream_id = ? AND partition = ? AND "offset" = ?'
+FOLLOWED = "SELECT value FROM store_facts WHERE name = 'upstream'"
 BASE_CHAIN = "SELECT first_offset, base_chain FROM partitions WHERE stream_id = ? AND partition = ?"
 
 
@@ -51,13 +62,11 @@ class Extent(msgspec.Struct, frozen=True):
 
 
 def folder_of(data: str) -> Folder:
-    """Return the folder that a path or URL names; raises ``Invalid`` or ``NotFound``."""
-    scheme, separator, rest = data.partition("://")
-    if data == "memory:":
+    """Return the folder that a path or URL names (of a remote: of its copy); raises ``Invalid`` or ``NotFound``."""
+    address = parse_address(data)
+    if address.folder is None:
         raise Invalid("Spark cannot read memory:, it belongs to one process", hint="keep the log in a folder")
-    if separator and scheme != "sqlite":
-        raise Invalid(f"Spark cannot read a log of the kind {scheme!r}", hint="use sqlite:///folder or a folder's path")
-    folder = Folder(unquote(rest) if separator else data)
+    folder = Folder(address.folder)
     if not folder.exists():
         raise NotFound(
             f"there is no store in {folder.path}",
@@ -66,9 +75,19 @@ def folder_of(data: str) -> Folder:
     return folder
 
 
-def located(data: str) -> str:
-    """Return the folder as tasks must be told it, which run elsewhere than the caller."""
-    return str(folder_of(data).path.absolute())
+def remote_of(data: str) -> str | None:
+    """Return the remote that a URL names."""
+    return parse_address(data).remote
+
+
+def followed(data: str) -> str | None:
+    """Return the remote that a URL names or that the folder follows."""
+    remote = remote_of(data)
+    if remote is not None:
+        return remote
+    with reading(folder_of(data)) as db:
+        found: str | None = db.execute(FOLLOWED).get
+        return found
 
 
 def full_name(name: str) -> str:

@@ -16,7 +16,8 @@ import pyarrow.compute as pc
 
 from postbus.model import NotFound, OffsetOutOfRange, PostbusError, StorageError
 from postbus.spark.errors import with_hint
-from postbus.spark.extent import folder_of
+from postbus.spark.extent import folder_of, remote_of
+from postbus.spark.remote import remote_tables
 from postbus.spark.schema import COLUMNS
 from postbus.store.database import connect
 from postbus.topics import matches
@@ -76,7 +77,14 @@ def read_range(
     topic: str | None = None,
     reader: str = "auto",
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the events of a range in order, only the wanted columns of those that meet all conditions."""
+    """Yield the events of a range in order, only the wanted columns of those that meet all conditions.
+
+    A remote is read itself, and takes no other conditions than the topic.
+    """
+    remote = remote_of(data)
+    if remote is not None:
+        yield from _read_remote(remote, wanted, columns, topic)
+        return
     folder = folder_of(data)
     names = [column.name for column in columns]
     needed = ["offset"] if topic is None else ["offset", "topic"]
@@ -88,6 +96,12 @@ def read_range(
             if topic is not None:
                 table = table.filter(_matching(table.column("topic"), topic))
             yield from _shaped(table, wanted.extent, columns).to_batches()
+
+
+def _read_remote(url: str, wanted: Range, columns: list[Column], topic: str | None) -> Iterator[pa.RecordBatch]:
+    for page in remote_tables(url, wanted.extent, wanted.start, wanted.end):
+        table = page if topic is None else page.filter(_matching(page.column("topic"), topic))
+        yield from _shaped(table, wanted.extent, columns).to_batches()
 
 
 @with_hint

@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import msgspec
 
 from postbus.clock import SystemClock
-from postbus.model import Invalid, NotFound
+from postbus.model import Invalid, NotFound, Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,6 +34,9 @@ LOCAL = "local[*,4]"  # four attempts: a plain local[*] gives up on the first fa
 MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
 ARROW_ROWS = 20_000
 SETTLED_S = 20
+DYING_S = 30.0
+CONNECT_PORT = 15002
+REACH_S = 10.0
 _VERSION = re.compile(r'version "(\d+)')
 
 # What holds for every session, also on a cluster and over Spark Connect.
@@ -113,21 +118,39 @@ def opened_session(settings: Settings | None = None) -> Iterator[SparkSession]:
             spark.dataSource.register(PostbusDataSource)
             yield spark
         finally:
-            spark.stop()
+            _stop(spark)
 
 
 def _remote(settings: Settings) -> SparkSession:
     from pyspark.sql import SparkSession  # noqa: PLC0415 - needs PySpark
 
     assert settings.remote is not None  # noqa: S101 - the caller looked
+    _reach(settings.remote)
     try:
         spark = SparkSession.builder.remote(settings.remote).getOrCreate()
         for name, value in (SQL_SETTINGS | settings.more).items():
             if name != "spark.sql.streaming.checkpointFileManagerClass":
                 spark.conf.set(name, value)
+    except ImportError as error:
+        message = f"Spark Connect needs packages that are not installed: {_reason(error)}"
+        raise NotFound(message, hint="pip install 'pyspark[connect]'") from error
     except Exception as error:
         raise Invalid(f"Spark Connect at {settings.remote} cannot be used: {_reason(error)}") from error
     return spark
+
+
+def _reach(url: str) -> None:
+    """Raise ``Unreachable`` when nobody listens at a Spark Connect address; Spark itself would try for minutes."""
+    parts = urlsplit(url.partition(";")[0])
+    try:
+        if parts.scheme != "sc" or not parts.hostname:
+            raise Invalid(f"{url!r} is not the address of a Spark Connect server", hint="write sc://host:15002")
+        socket.create_connection((parts.hostname, parts.port or CONNECT_PORT), REACH_S).close()
+    except ValueError as error:
+        raise Invalid(f"{url!r} is not the address of a Spark Connect server: {error}") from None
+    except OSError as error:
+        message = f"no Spark Connect server answers at {url}: {error.strerror or error}"
+        raise Unreachable(message, hint="start one with sbin/start-connect-server.sh, or use --master") from None
 
 
 def _classic(settings: Settings) -> SparkSession:
@@ -158,6 +181,25 @@ def _classic(settings: Settings) -> SparkSession:
         hint = f"Spark's own words are in {said} and {said.with_name('spark.log')}"
         raise Invalid(f"Spark cannot be started with master {settings.master}: {first}", hint=hint) from error
     return SparkSession(context)
+
+
+def _stop(spark: SparkSession) -> None:
+    """Stop a session; one whose JVM was killed is forgotten, so that the next one starts a JVM of its own."""
+    from py4j.protocol import Py4JError  # noqa: PLC0415 - comes with PySpark
+    from pyspark import SparkContext  # noqa: PLC0415 - needs PySpark
+    from pyspark.sql import SparkSession  # noqa: PLC0415
+
+    gateway = SparkContext._gateway  # noqa: SLF001 - as above
+    try:
+        warnings.simplefilter("ignore", RuntimeWarning)  # that the JVM does not answer
+        spark.stop()
+    except (Py4JError, OSError):
+        process = getattr(gateway, "proc", None)
+        if process is None:
+            raise
+        process.wait(DYING_S)
+        SparkContext._active_spark_context = SparkContext._gateway = SparkContext._jvm = None  # noqa: SLF001
+        SparkSession._instantiatedSession = SparkSession._activeSession = None  # noqa: SLF001
 
 
 def _reason(error: Exception) -> str:

@@ -7,6 +7,8 @@ nothing would tell it from itself when Spark runs the task again.
 from __future__ import annotations
 
 import asyncio
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,16 +22,18 @@ from postbus.envelope import draft
 from postbus.log import open_log
 from postbus.model import Invalid, PostbusError, Trust, instant
 from postbus.spark.errors import with_hint
+from postbus.spark.extent import remote_of
+from postbus.spark.remote import RemoteStream, opened_remote
 from postbus.spark.schema import COLUMNS, chosen
 from postbus.topics import check_stream_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     import pyarrow as pa
     from pyspark.sql.types import StructType
 
-    from postbus.model import Draft
+    from postbus.model import Draft, Receipt
 
 __all__ = ["PostbusStreamWriter", "PostbusWriter", "WriteOptions", "draft_of"]
 
@@ -108,22 +112,33 @@ class _Appender:
         return asyncio.run(self._append(iterator))
 
     async def _append(self, batches: Iterator[pa.RecordBatch]) -> Appended:
-        options = self._options
-        log = await open_log(options.data, create=options.create)
         rows = duplicates = 0
-        try:
-            if options.create:
-                await log.ensure_stream(options.stream)
+        async with self._opened() as append:
             for batch in batches:
                 page = batch.select(self._names).to_pylist()
                 for start in range(0, len(page), BATCH):
                     drafts = [self._draft(row) for row in page[start : start + BATCH]]
-                    receipts = await log.append(options.stream, drafts)
+                    receipts = await append(drafts)
                     rows += len(receipts)
                     duplicates += sum(receipt.duplicate for receipt in receipts)
+        return Appended(rows, duplicates)
+
+    @asynccontextmanager
+    async def _opened(self) -> AsyncIterator[Callable[[list[Draft]], Awaitable[list[Receipt]]]]:
+        """Give what appends to the stream: to the log in a folder, or to a remote itself."""
+        options = self._options
+        remote = remote_of(options.data)
+        if remote is not None:
+            async with opened_remote(remote) as upstream:
+                yield (await RemoteStream.of(upstream, options.stream, create=options.create)).append
+            return
+        log = await open_log(options.data, create=options.create)
+        try:
+            if options.create:
+                await log.ensure_stream(options.stream)
+            yield partial(log.append, options.stream)
         finally:
             await log.close()
-        return Appended(rows, duplicates)
 
     @staticmethod
     def _draft(row: dict[str, Any]) -> Draft:

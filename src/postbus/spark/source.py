@@ -26,8 +26,9 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows, Supp
 
 from postbus.model import Invalid, OffsetOutOfRange
 from postbus.spark.errors import with_hint
-from postbus.spark.extent import Extent, extents, folder_of, full_name, reading
+from postbus.spark.extent import Extent, extents, folder_of, full_name, reading, remote_of
 from postbus.spark.reading import READERS, Condition, Range, glob_of, read_range
+from postbus.spark.remote import remote_extents
 from postbus.spark.schema import COLUMNS, EVENT_SCHEMA, chosen
 from postbus.spark.sink import PostbusStreamWriter, PostbusWriter, WriteOptions
 from postbus.topics import check_pattern
@@ -94,6 +95,9 @@ class ReadOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def extents(self) -> list[Extent]:
         """Return what there is to read now."""
+        remote = remote_of(self.data)
+        if remote is not None:
+            return remote_extents(remote, self.stream, self.partition)
         with reading(folder_of(self.data)) as db:
             return extents(db, self.stream, self.partition)
 
@@ -185,7 +189,7 @@ class PostbusReader(DataSourceReader):
             kept = values if known is None else known & values
             setattr(self, f"_{name}s", kept)
             return True
-        condition = _condition(name, wanted)
+        condition = None if remote_of(self._options.data) else _condition(name, wanted)
         if condition is None:
             return False
         self._conditions.append(condition)
@@ -374,7 +378,8 @@ def _data(given: dict[str, str]) -> str:
     data = given.get("data", "")
     if not data:
         raise Invalid('the option "data" is missing', hint='name the data folder: .option("data", "./postbus-data")')
-    folder_of(data)
+    if remote_of(data) is None:
+        folder_of(data)
     return data
 
 
@@ -408,6 +413,6 @@ def _write_options(options: Mapping[str, str]) -> WriteOptions:
     create = given.get("createstream", "false").lower()
     if create not in {"true", "false"}:
         raise Invalid(f"the option createStream is {create!r}", hint="it is true or false")
-    if create == "false":
+    if create == "false" and remote_of(data) is None:
         folder_of(data)
     return WriteOptions(data=data, stream=full_name(given["stream"]), create=create == "true")

@@ -7,11 +7,11 @@ trace in memory either.
 from __future__ import annotations
 
 from itertools import chain, groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from postbus.log.cursors import no_stream
-from postbus.log.heads import Head, Identity, choose_partition, resolve_identities
+from postbus.log.heads import Head, Identity, choose_partition, found_of, resolve_identities
 from postbus.log.sqlite.ledger import Kept, Ledger, View, save_consumer
 from postbus.model import NotFound, PostbusError, Receipt
 from postbus.store.anchor import Mark
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from postbus.log.cursors import Change
     from postbus.log.sqlite.published import Published
-    from postbus.model import Consumer, Draft
+    from postbus.model import Consumer, Draft, Event
     from postbus.store import Store
 
 __all__ = ["AppendDoor", "ConsumerDoor", "StreamDoor", "Transaction", "TransactionDoor"]
@@ -34,6 +34,8 @@ __all__ = ["AppendDoor", "ConsumerDoor", "StreamDoor", "Transaction", "Transacti
 _STEPS = (256, 64, 16, 4, 1)
 _INSERTS = {rows: insert_statement(rows) for rows in _STEPS}
 _WIDTH = len(INSERT_COLUMNS)
+_STREAM, _DRAFTS, _NATIVE_ID = itemgetter(0), itemgetter(1), attrgetter("native_id")
+_CREATED = attrgetter("created_at_us")
 
 # Where an identity went first.
 IDENTITY = """
@@ -41,6 +43,8 @@ IDENTITY = """
     WHERE stream_id = ? AND native_id = ? AND variant = ?
 """
 SAVE_IDENTITY = "INSERT INTO identities VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+# The same for events that were accepted elsewhere.
+NOTE_IDENTITY = "INSERT OR IGNORE INTO identities VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class _Staged:
@@ -69,6 +73,7 @@ class AppendDoor:
         self._staged: dict[tuple[int, int], _Staged] = {}
         self._identities: dict[tuple[int, str, str], Identity] = {}
         self._unsaved: list[tuple[Any, ...]] = []
+        self._rows = 0
 
     def run(self, db: apsw.Connection, items: list[tuple[str, Sequence[Draft]]]) -> list[Any]:
         """See ``Door.run``."""
@@ -81,7 +86,7 @@ class AppendDoor:
             except NotFound as error:
                 outcomes += [error] * len(run)
                 continue
-            if len(kept.firsts) == 1 and all(draft.native_id is None for drafts in run for draft in drafts):
+            if len(kept.firsts) == 1 and set(map(_NATIVE_ID, chain.from_iterable(run))) == {None}:
                 outcomes += self._append_plain(db, kept, run, now, values)
                 continue
             for drafts in run:
@@ -99,6 +104,9 @@ class AppendDoor:
         staged = self._staged_partition(db, kept, 0)
         name, offset, durability = kept.stream.name, staged.head.next_offset, self._durability
         staged.head.take(chain.from_iterable(run), now_us, kept.stream_id, values, staged.facts)
+        if staged.head.next_offset - offset == len(run) and all(run):
+            end = staged.head.next_offset
+            return [[Receipt(name, 0, n, False, durability, now_us)] for n in range(offset, end)]
         outcomes: list[list[Receipt]] = []
         for drafts in run:
             end = offset + len(drafts)
@@ -112,6 +120,33 @@ class AppendDoor:
         receipts = self._append(db, self.stream(db, name), drafts, now_us, values)
         self._insert(db, values)
         return receipts
+
+    def adopt(self, db: apsw.Connection, kept: Kept, partition: int, events: Sequence[Event]) -> None:
+        """Append events that got their offsets and times elsewhere; the first one follows on the partition's head."""
+        staged = self._staged_partition(db, kept, partition)
+        values: list[Any] = []
+        for created_at_us, run in groupby(events, _CREATED):
+            staged.head.take(run, created_at_us, kept.stream_id, values, staged.facts)
+        self._insert(db, values)
+        named = [
+            (
+                kept.stream_id,
+                event.native_id,
+                event.variant,
+                partition,
+                event.offset,
+                event.created_at_us,
+                found_of(event),
+            )
+            for event in events
+            if event.native_id is not None
+        ]
+        db.executemany(NOTE_IDENTITY, [(*row, seal(*row)) for row in named])
+
+    def identity(self, db: apsw.Connection, kept: Kept, native_id: str, variant: str) -> Identity | None:
+        """Return where an identity went first; None when it is new."""
+        row = db.execute(IDENTITY, (kept.stream_id, native_id, variant)).get
+        return None if row is None else Identity(*row)
 
     def stream(self, db: apsw.Connection, name: str) -> Kept:
         """Return a stream; raises ``NotFound``."""
@@ -142,8 +177,7 @@ class AppendDoor:
             staged = self._identities.get(key)
             if staged is not None:
                 return staged
-            row = db.execute(IDENTITY, key).get
-            return None if row is None else Identity(*row)
+            return self.identity(db, kept, native_id, variant)
 
         verdicts, digests = resolve_identities(name, drafts, lookup)
         receipts: list[Receipt] = []
@@ -178,13 +212,16 @@ class AppendDoor:
 
     def _insert(self, db: apsw.Connection, values: list[Any]) -> None:
         rows, done = len(values) // _WIDTH, 0
-        if rows in _INSERTS:
+        if 0 < rows == self._rows <= _STEPS[0]:  # as many as the last time: worth a statement of its own
+            db.execute(_INSERTS.get(rows) or _INSERTS.setdefault(rows, insert_statement(rows)), values)
+        elif rows in _INSERTS:
             db.execute(_INSERTS[rows], values)
         else:
             for step in _STEPS:
                 while rows - done >= step:
                     db.execute(_INSERTS[step], values[done * _WIDTH : (done + step) * _WIDTH])
                     done += step
+        self._rows = rows
         if self._unsaved:
             db.executemany(SAVE_IDENTITY, [(*row, seal(*row)) for row in self._unsaved])
             self._unsaved = []
@@ -217,9 +254,9 @@ class AppendDoor:
 
 def _by_stream(items: list[tuple[str, Sequence[Draft]]]) -> Iterable[tuple[str, list[Sequence[Draft]]]]:
     """Return the items' drafts with those of consecutive items of one stream together."""
-    if len(items) == 1:
-        return [(items[0][0], [items[0][1]])]
-    return [(name, [drafts for _, drafts in group]) for name, group in groupby(items, itemgetter(0))]
+    if len(set(map(_STREAM, items))) == 1:
+        return [(items[0][0], list(map(_DRAFTS, items)))]
+    return [(name, list(map(_DRAFTS, group))) for name, group in groupby(items, _STREAM)]
 
 
 class ConsumerDoor:
@@ -303,6 +340,14 @@ class Transaction:
         """Return the next offset to be written as this transaction sees it."""
         return self._appends.head(self.db, self.stream(name), partition)
 
+    def identity(self, name: str, native_id: str, variant: str) -> Identity | None:
+        """Return where an identity of a stream went first; None when it is new there."""
+        return self._appends.identity(self.db, self.stream(name), native_id, variant)
+
+    def adopt(self, name: str, partition: int, events: Sequence[Event]) -> None:
+        """Append events that got their offsets and times elsewhere; the first one follows on the partition's head."""
+        self._appends.adopt(self.db, self.stream(name), partition, events)
+
     def append(self, name: str, drafts: Sequence[Draft]) -> list[Receipt]:
         """Append events as ``Log.append`` does."""
         return self._appends.stage(self.db, name, drafts, self.now_us)
@@ -317,8 +362,17 @@ class TransactionDoor:
 
     chained = False
 
-    def __init__(self, store: Store, appends: AppendDoor, consumers: ConsumerDoor, *, grows: bool) -> None:
+    def __init__(
+        self,
+        store: Store,
+        appends: AppendDoor,
+        consumers: ConsumerDoor,
+        *,
+        grows: bool,
+        make: Callable[[apsw.Connection, int, AppendDoor, ConsumerDoor], Transaction] = Transaction,
+    ) -> None:
         self.grows = grows
+        self._make = make
         self._store = store
         self._appends = appends
         self._consumers = consumers
@@ -330,7 +384,7 @@ class TransactionDoor:
         for call in items:
             before = db.total_changes()
             try:
-                outcomes.append(call(Transaction(db, now, self._appends, self._consumers)))
+                outcomes.append(call(self._make(db, now, self._appends, self._consumers)))
             except PostbusError as error:
                 if db.total_changes() != before:
                     raise

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from postbus.log.cursors import Change, CursorLog, check_partition, check_range, check_start, no_stream, restarted
+from postbus.log.cursors import (
+    Change,
+    CursorLog,
+    check_partition,
+    check_range,
+    check_start,
+    no_stream,
+    passed,
+    restarted,
+)
 from postbus.log.settings import accept, check_settings
 from postbus.log.sqlite.doors import AppendDoor, ConsumerDoor, StreamDoor, Transaction, TransactionDoor
 from postbus.log.sqlite.ledger import Kept, Ledger, load_consumer, load_consumers, load_head, load_stream, save_consumer
@@ -22,7 +31,7 @@ from postbus.topics import check_stream_name
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     import apsw
 
@@ -124,20 +133,26 @@ class SqliteLog(CursorLog):
         stream_id = row[0] if row else db.execute(NEXT_STREAM_ID).get
         epoch = row[1] + 1 if row else 0
         made = Stream(name, settings or StreamSettings(), epoch, self.store.clock.now_us())
+        self._write_stream(db, stream_id, made, [0] * made.settings.partitions)
+        return made
+
+    def _write_stream(self, db: apsw.Connection, stream_id: int, made: Stream, firsts: Sequence[int]) -> None:
+        """Write a stream that is not there, each partition beginning at its first offset; its consumers start over."""
+        name, epoch = made.name, made.epoch
         text = msgspec.json.encode(made.settings).decode()
         facts: tuple[Any, ...] = (name, stream_id, text, epoch, made.created_at_us, 0)
         db.execute(SAVE_STREAM, (*facts, seal(*facts)))
         slot = db.execute(NEXT_SLOT).get
-        for partition in range(made.settings.partitions):
+        for partition, first in enumerate(firsts):
             chain = genesis(name, epoch, partition)
-            facts = (stream_id, partition, slot + partition, 0, 0, chain)
+            facts = (stream_id, partition, slot + partition, first, 0, chain)
             db.execute(SAVE_PARTITION, (*facts, seal(*facts)))
-            self._stream_door.marks[slot + partition] = Mark(stream_id, partition, epoch, 0, chain)
+            self._stream_door.marks[slot + partition] = Mark(stream_id, partition, epoch, first, chain)
         kept = load_stream(db, name)
         assert kept is not None  # noqa: S101 - just written
         for consumer in load_consumers(db, kept):
-            save_consumer(db, kept, None, restarted(consumer, made), "", made.created_at_us)
-        return made
+            begun, _ = passed(restarted(consumer, made), dict(enumerate(firsts)), made.created_at_us)
+            save_consumer(db, kept, None, begun, "", made.created_at_us)
 
     async def has_stream(self, name: str) -> bool:
         """Say whether a stream of that name exists; from memory unless something changed."""
@@ -186,16 +201,20 @@ class SqliteLog(CursorLog):
 
     # --- events ---
 
-    async def append(self, stream: str, drafts: Sequence[Draft]) -> list[Receipt]:
+    def append(self, stream: str, drafts: Sequence[Draft]) -> Coroutine[Any, Any, list[Receipt]]:
         """See ``Log.append``."""
+        writer = self.store.writer
+        if drafts and not writer.crowded:
+            return writer.put(self._append_door, (stream, drafts), len(drafts))
+        return self._append_later(stream, drafts)
+
+    async def _append_later(self, stream: str, drafts: Sequence[Draft]) -> list[Receipt]:
         if not drafts:
             self.store.writer.notice()
             await self._stream(stream)
             return []
-        writer = self.store.writer
-        if writer.crowded:
-            await self.store.room()
-        receipts: list[Receipt] = await writer.put(self._append_door, (stream, drafts), len(drafts))
+        await self.store.room()
+        receipts: list[Receipt] = await self.store.writer.put(self._append_door, (stream, drafts), len(drafts))
         return receipts
 
     async def fetch(self, stream: str, partition: int, offset: int, limit: int = 100) -> list[Event]:

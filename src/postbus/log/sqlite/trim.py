@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from postbus.model import Consumer
     from postbus.store import Store
 
-__all__ = ["REWIND_PROJECTIONS", "Trimmer"]
+__all__ = ["MOVE_BEGINNING", "REWIND_PROJECTIONS", "Trimmer", "clamp", "remove"]
 
 CHUNK = 2000
 
@@ -100,15 +100,15 @@ class Trimmer:
             if settings.retention_beats_consumers:
                 floor, names = target, []
             holders.update(names)
-            removed += _remove(db, kept, number, min(floor, kept.firsts[number] + CHUNK - removed))
-        gaps = _clamp(db, kept, readers, now)
+            removed += remove(db, kept, number, min(floor, kept.firsts[number] + CHUNK - removed))
+        gaps = clamp(db, kept, readers, now)
         if settings.identity_window_s is not None:
             db.execute(FORGET_IDENTITIES, (kept.stream_id, now - int(settings.identity_window_s * 1e6)))
         db.execute(PRUNE_AUDIT, (now - AUDIT_AGE_US,))
         return TrimResult(removed, tuple(kept.firsts), tuple(sorted(holders)), tuple(gaps))
 
 
-def _remove(db: apsw.Connection, kept: Kept, partition: int, first: int) -> int:
+def remove(db: apsw.Connection, kept: Kept, partition: int, first: int) -> int:
     """Move one beginning to ``first`` and remove what lies before it; return how many events that was."""
     count = first - kept.firsts[partition]
     if count <= 0:
@@ -124,7 +124,8 @@ def _remove(db: apsw.Connection, kept: Kept, partition: int, first: int) -> int:
     return count
 
 
-def _clamp(db: apsw.Connection, kept: Kept, readers: list[Consumer], now_us: int) -> list[Gap]:
+def clamp(db: apsw.Connection, kept: Kept, readers: list[Consumer], now_us: int) -> list[Gap]:
+    """Move the cursors that the beginnings have passed; return who missed how much."""
     gaps: list[Gap] = []
     for reader in readers:
         moved, missed = passed(reader, dict(enumerate(kept.firsts)), now_us)

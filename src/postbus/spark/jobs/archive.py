@@ -14,7 +14,8 @@ from pyspark.sql import functions as fn
 
 from postbus.clock import SystemClock
 from postbus.model import CorruptLog, OffsetOutOfRange
-from postbus.spark.extent import chain_through, extents, folder_of, located, reading
+from postbus.spark.extent import chain_through, extents, folder_of, reading
+from postbus.spark.frames import events_in, refresh
 from postbus.spark.lake import PARTITIONED_BY, Batch, Lake, Segment
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def archive(
     clock: Clock | None = None,
 ) -> Archived:
     """Archive everything there is at the moment; raises ``OffsetOutOfRange`` when events were trimmed unarchived."""
+    refresh(data)
     with lake.locked():
         known = lake.batches()
         dropped = lake.drop_unfinished(len(known))
@@ -87,6 +89,7 @@ def archive(
 
 def backlog(data: str, lake: Lake, *, stream: str = ">") -> int:
     """Return how many events wait to be archived; 0 when they are nothing but records of the pipeline's own runs."""
+    refresh(data)
     ends = _ends(lake.batches())
     with reading(folder_of(data)) as db:
         spans = [(extent, ends.get(extent.key, extent.first)) for extent in extents(db, stream)]
@@ -175,19 +178,10 @@ def _plan(data: str, number: int, taken: dict[str, tuple[int, int]], now_us: int
 
 
 def _write(spark: SparkSession, data: str, lake: Lake, batch: Batch) -> None:
-    reader = (
-        spark.read.format("postbus")
-        .option("data", located(data))
-        .option("startingOffset", _json({segment.key: segment.first for segment in batch.segments}))
-        .option("endingOffset", _json({segment.key: segment.end for segment in batch.segments}))
-    )
-    writer = partitioned(reader.load()).write.mode("overwrite").partitionBy(*PARTITIONED_BY)
+    events = events_in(spark, data, spans={segment.key: (segment.first, segment.end) for segment in batch.segments})
+    writer = partitioned(events).write.mode("overwrite").partitionBy(*PARTITIONED_BY)
     writer.parquet(lake.place(batch.number))
     _check_written(lake.frame(spark, [batch]), batch)
-
-
-def _json(offsets: dict[str, int]) -> str:
-    return msgspec.json.encode(offsets).decode()
 
 
 def _check_written(written: DataFrame, batch: Batch) -> None:

@@ -20,13 +20,16 @@ from postbus.inbox.agents import Agents, end
 from postbus.inbox.door import Delivered, deliver
 from postbus.inbox.poison import bury_all, poisonous, prepare_grave, revive
 from postbus.inbox.pump import ATTEMPTS, LOOK_S, RETRY_S, SAVE_EVENTS
-from postbus.log import SqliteLog
+from postbus.log import SqliteLog, open_folder
+from postbus.log.address import parse_address
+from postbus.log.replica import stays_here
 from postbus.model import Conflict, NotFound, OffsetOutOfRange, PostbusError
 from postbus.spark.errors import told
 from postbus.spark.extent import folder_of
+from postbus.spark.frames import CATCH_UP_S, folder_path, tasks_read
 from postbus.spark.jobs.archive import FEW, OTHERS
 from postbus.spark.jobs.roster import Group, Roster
-from postbus.spark.jobs.shares import Page, Share, Work, halves, pages
+from postbus.spark.jobs.shares import Page, Share, Work, halves, pages, pages_here
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable
@@ -54,11 +57,16 @@ CLOSE = 1_000
 
 
 class Materialized(msgspec.Struct, kw_only=True):
-    """What a run did: events read, matches brought to inboxes (whether or not they were there already), Spark jobs."""
+    """What a run did: events read, matches brought to inboxes (whether or not they were there already), Spark jobs.
+
+    ``filter_errors`` has the events for which a subscription's filter had no value, which did not match: a field that
+    is not there, a type that does not fit.
+    """
 
     events: int = 0
     matches: int = 0
     jobs: int = 0
+    filter_errors: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 async def materialize(
@@ -144,7 +152,10 @@ async def _hand_over(
 
 @contextlib.asynccontextmanager
 async def _opened(data: str, clock: Clock) -> AsyncIterator[SqliteLog]:
-    log = await asyncio.to_thread(SqliteLog.open, folder_of(data).path, clock=clock, create=False)
+    address = parse_address(data)
+    if address.remote is None:
+        folder_of(data)  # or it says that there is none
+    log = await open_folder(address, clock, create=address.remote is not None, catch_up_s=CATCH_UP_S)
     try:
         yield log
     finally:
@@ -163,7 +174,8 @@ class _Run:
         progress: Callable[[int, int], None],
     ) -> None:
         self._spark = spark
-        self._data = str(folder_of(data).path.absolute())
+        self._here = folder_path(data)
+        self._data = tasks_read(spark, data)
         self._log = log
         self._clock = log.store.clock
         self._roster = roster
@@ -220,9 +232,13 @@ class _Run:
     async def _job(self, groups: list[Group]) -> None:
         """Have Spark match the groups' ranges, and deliver what it found as far as it came."""
         starts = [group.offset for group in groups]
-        work = _work(self._data, groups)
+        far = self._here != self._data
+        own = [number for number, group in enumerate(groups) if far and stays_here(group.extent.stream)]
         try:
-            found = await asyncio.to_thread(_collected, self._spark, work)
+            found = await asyncio.to_thread(_collected, self._spark, _work(self._data, groups, set(own)))
+            if own:
+                others = set(range(len(groups))) - set(own)
+                found += await asyncio.to_thread(pages_here, _work(self._here, groups, others))
         except (NotFound, OffsetOutOfRange) as error:  # retention or a deletion was quicker: the next plan knows
             await self._pause(error)
             return
@@ -275,6 +291,8 @@ class _Run:
             await self._poisoned(group, matches, moves, ended)
         group.moved(moves, page.end)
         self.done.matches += len(matches)
+        for name, number in page.errors.items():
+            self.done.filter_errors[name] = self.done.filter_errors.get(name, 0) + number
 
     async def _write(
         self,
@@ -331,8 +349,8 @@ class _Run:
         return True
 
 
-def _work(data: str, groups: list[Group]) -> Work:
-    """Return the groups' ranges as tasks of about the same size, in their order."""
+def _work(data: str, groups: list[Group], left_out: Collection[int] = ()) -> Work:
+    """Return the groups' ranges as tasks of about the same size, in their order, but for those that are left out."""
     places: dict[tuple[str, str], int] = {}
     subscriptions: list[tuple[InboxSubscription, int]] = []
     numbers: list[list[tuple[int, int]]] = []
@@ -348,7 +366,7 @@ def _work(data: str, groups: list[Group]) -> Work:
                 places[one.tenant, one.id] = len(subscriptions)
                 subscriptions.append((one, member.agent_no))
             numbers[-1].append((places[one.tenant, one.id], group.saved[name]))
-        start = group.offset
+        start = group.end if number in left_out else group.offset
         while start < group.end:
             if not room:
                 tasks.append([])
@@ -361,11 +379,6 @@ def _work(data: str, groups: list[Group]) -> Work:
 
 
 def _collected(spark: SparkSession, work: Work) -> list[Page]:
-    from py4j.protocol import Py4JError  # noqa: PLC0415 - comes with PySpark
-
     decoder = msgspec.msgpack.Decoder(Page)
-    try:
-        with told():
-            return [decoder.decode(bytes(row.page)) for row in pages(spark, work).collect()]
-    except (Py4JError, ConnectionError) as error:
-        raise PostbusError("Spark has died", hint="run it again: it goes on where it was") from error
+    with told():
+        return [decoder.decode(bytes(row.page)) for row in pages(spark, work).collect()]

@@ -15,7 +15,8 @@ from pyspark.sql import functions as fn
 
 from postbus.clock import SystemClock
 from postbus.model import NotFound, StorageError
-from postbus.spark.extent import folder_of, located
+from postbus.spark.extent import folder_of
+from postbus.spark.frames import events_in, refresh
 from postbus.spark.report.facts import collect, readers_of
 from postbus.spark.report.page import page
 
@@ -60,9 +61,10 @@ def report(
     from postbus.spark.jobs.replay import Selection, selected  # noqa: PLC0415 - names for one use
 
     progress("reading the readers")
+    refresh(data)
     readers = readers_of(folder_of(data))
     if lake is None:
-        source = spark.read.format("postbus").option("data", located(data)).option("stream", stream).load()
+        source = events_in(spark, data, stream=stream)
     else:
         source = selected(lake.frame(spark), Selection(stream=stream))
     events = between(source, since_us, until_us).where(~fn.col("topic").startswith("pipeline.run."))

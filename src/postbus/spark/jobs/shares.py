@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Page", "Share", "Work", "halves", "pages"]
+__all__ = ["Page", "Share", "Work", "halves", "pages", "pages_here"]
 
 PAGE_KIND = pa.schema([("page", pa.binary())])
 _EVENT = [COLUMNS[name] for name in NEEDED]
@@ -57,7 +57,8 @@ class Work(msgspec.Struct, frozen=True):
 class Page(msgspec.Struct, frozen=True, array_like=True):
     """What a cohort's agents are owed of the offsets ``start`` up to ``end``, and the subscriptions that end there.
 
-    A match is kept as its offset, the number of its kind (all that matches have in common) and its resource.
+    A match is kept as its offset, the number of its kind (all that matches have in common) and its resource. ``errors``
+    counts the events for which a subscription's filter had no value.
     """
 
     cohort: int
@@ -66,6 +67,7 @@ class Page(msgspec.Struct, frozen=True, array_like=True):
     kinds: list[tuple[int, tuple[str, ...], str, Digest | None]]
     found: list[tuple[int, int, str | None]]
     ended: list[tuple[int, str]]
+    errors: dict[str, int] = {}
 
     @property
     def matches(self) -> list[Match]:
@@ -78,6 +80,11 @@ def pages(spark: SparkSession, work: Work) -> DataFrame:
     raw = msgspec.json.encode(work)
     count = len(work.tasks)
     return spark.range(0, count, 1, count).mapInArrow(lambda batches: _run(batches, raw), "page binary")
+
+
+def pages_here(work: Work) -> list[Page]:
+    """Return the pages of a job whose shares only this machine can read."""
+    return [page for task in work.tasks for share in task for page in _pages(work, share)]
 
 
 def halves(page: Page) -> tuple[Page, Page]:
@@ -93,6 +100,7 @@ def halves(page: Page) -> tuple[Page, Page]:
         msgspec.structs.replace(
             page,
             start=middle,
+            errors={},
             found=[each for each in page.found if each[0] >= middle],
             ended=[each for each in page.ended if each[0] >= middle],
         ),
@@ -130,7 +138,17 @@ def _pages(work: Work, share: Share) -> Iterator[Page]:
                 found.append((offset, kind, resource))
             ended += [(event.offset, member.subscription.id) for member in last]
             if len(found) >= work.page_matches:
-                yield Page(share.cohort, start, event.offset + 1, list(kinds), found, ended)
+                yield Page(share.cohort, start, event.offset + 1, list(kinds), found, ended, _errors(cohort))
                 start, kinds, found, ended = event.offset + 1, {}, [], []
     if start < share.end:
-        yield Page(share.cohort, start, share.end, list(kinds), found, ended)
+        yield Page(share.cohort, start, share.end, list(kinds), found, ended, _errors(cohort))
+
+
+def _errors(cohort: Cohort) -> dict[str, int]:
+    """Return the errors since the last time."""
+    found = {}
+    for name, member in cohort.members.items():
+        if member.filter.errors:
+            found[name] = member.filter.errors
+            member.filter.errors = 0
+    return found

@@ -15,7 +15,7 @@ from postbus.model import Invalid, instant
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["schedule"]
+__all__ = ["FIELDS", "schedule"]
 
 FIELDS = 5
 CRON_CHARS_MAX = 200

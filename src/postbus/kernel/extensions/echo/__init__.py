@@ -1,0 +1,1 @@
+"""Extension: answers with what it was told."""

@@ -1,0 +1,1 @@
+"""Extension: a channel over HTTP."""

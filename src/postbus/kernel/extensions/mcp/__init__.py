@@ -1,0 +1,1 @@
+"""Extension: the tools of MCP servers."""

@@ -1,0 +1,1 @@
+"""Extension: what happens later, once or again and again."""

@@ -1,0 +1,1 @@
+"""Extension: a chat in the terminal."""

@@ -1,0 +1,107 @@
+"""Following one partition of a remote: batch after batch into the copy, and wait for more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+from postbus.clock import SystemClock
+from postbus.model import NotFound, PostbusError, Unreachable
+
+if TYPE_CHECKING:
+    from postbus.log.replica import ReplicaLog
+    from postbus.model import Event, Stream
+
+__all__ = ["Follower"]
+
+logger = logging.getLogger("postbus.log")
+
+REAL = SystemClock()  # whatever the store's clock says: a network does not wait for it
+BATCH_MIN, BATCH_MAX = 16, 2000
+BATCH_BYTES = 8 * 1024 * 1024
+WAIT_S = 30.0
+PAUSE_S, PAUSE_S_MAX = 0.05, 1.0
+
+
+class Follower:
+    """Keeps the copy of one partition growing, for one life of its stream. ``away`` says why it does not."""
+
+    def __init__(self, log: ReplicaLog, stream: Stream, partition: int) -> None:
+        self.stream = stream
+        self.away: str | None = None
+        self._log = log
+        self._partition = partition
+        self._limit = 256
+        self._nudge = asyncio.Event()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> asyncio.Task[None]:
+        """End it; the copy keeps what it has. Idempotent."""
+        self._task.cancel()
+        return self._task
+
+    def nudge(self) -> None:
+        """Look again now."""
+        self._nudge.set()
+
+    async def _run(self) -> None:
+        pause_s = PAUSE_S
+        while True:
+            try:
+                await self._copy()
+                self.away, pause_s = None, PAUSE_S
+                continue
+            except NotFound:
+                self._log.look_soon()  # whoever learns of its next life replaces this follower
+            except Unreachable as error:
+                self._stuck(str(error))
+            except PostbusError as error:
+                if self.away != str(error):
+                    logger.warning("%s/%d cannot be copied: %s", self.stream.name, self._partition, error)
+                self._stuck(str(error))
+            self._nudge.clear()
+            await REAL.wait(self._nudge, pause_s)
+            pause_s = min(pause_s * 2, PAUSE_S_MAX)
+
+    def _stuck(self, why: str) -> None:
+        self.away = why
+        self._log.stuck(self.stream.name, self._partition)
+
+    async def _copy(self) -> None:
+        """Copy until nothing is left, then wait for more; returns after a while."""
+        log, upstream = self._log, self._log.upstream
+        head = await log.copied(self.stream, self._partition)
+        came = False
+        while True:
+            events = await upstream.fetch(self.stream, self._partition, head, self._limit)
+            if events and events[0].offset <= head:
+                head = await log.apply(self.stream, self._partition, events)
+                self.away = None
+                if self._again(events):
+                    continue
+            elif events or came:
+                before, head = head, await self._pass_gap(head)
+                if head == before:  # announced, and not to be had yet
+                    await REAL.sleep(PAUSE_S)
+            came = await upstream.wait(self.stream, self._partition, head, WAIT_S)
+            if not came:
+                return
+
+    def _again(self, events: list[Event]) -> bool:
+        """Choose the next batch's size by what the events take; say whether there may be more at once."""
+        full = len(events) >= self._limit
+        size = sum(len(event.payload_json) + 500 for event in events)
+        self._limit = max(BATCH_MIN, min(BATCH_MAX, BATCH_BYTES * len(events) // size, 2 * self._limit))
+        return full
+
+    async def _pass_gap(self, head: int) -> int:
+        """Go on at the first event that the remote still has, if what comes next here is gone there."""
+        first = (await self._log.upstream.extents(self.stream))[self._partition][0]
+        if first <= head:
+            return head
+        gaps = await self._log.leap(self.stream, self._partition, first)
+        missed = ", ".join(f"{gap.consumer} misses {gap.missed}" for gap in gaps) or "no reader misses any"
+        name = f"{self.stream.name}/{self._partition}"
+        logger.warning("%s: events %d to %d were trimmed before they came over: %s", name, head, first - 1, missed)
+        return first

@@ -1,0 +1,446 @@
+"""The connections to Kafka: one producer, one admin client, and whether the cluster is there."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka.admin import (  # type: ignore[attr-defined]  # it does not say what it exports
+    AdminClient,
+    ConfigResource,
+    NewTopic,
+    OffsetSpec,
+    ResourceType,
+)
+
+from postbus.log.kafka.names import MESSAGE_BYTES_MAX
+from postbus.model import Unreachable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from postbus.clock import Clock
+
+__all__ = [
+    "END",
+    "FIRST",
+    "GONE",
+    "ConfigResource",
+    "Link",
+    "NewTopic",
+    "OffsetSpec",
+    "Record",
+    "ResourceType",
+    "Sending",
+    "code_of",
+]
+
+K = TypeVar("K")
+T = TypeVar("T")
+
+FIRST: OffsetSpec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+END: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+POLL_S = 0.1
+RETRY_S = 0.05
+FULL_S = 0.005
+FIRST_S = 1.0
+PROBE_S = 2.0
+GONE = frozenset(
+    {
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001 - public there, and so below
+        KafkaError._UNKNOWN_PARTITION,  # noqa: SLF001
+        KafkaError._NOENT,  # noqa: SLF001 - nobody leads it: there is no such topic
+    }
+)
+_QUIET = {"log_level": 0, "log.connection.close": False, "log.thread.name": False}
+_BACK_SOON = {"reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 500, "socket.timeout.ms": 10_000}
+# Never gives up by itself: what was sent once keeps its sequence number until Kafka has said yes or no to it, so that
+# it is in the log once or not at all, and ``find`` can know which.
+_SAFE = {
+    "enable.idempotence": True,
+    "acks": "all",
+    "message.timeout.ms": 0,
+    "message.max.bytes": MESSAGE_BYTES_MAX,
+    "linger.ms": 0,
+    "retry.backoff.ms": 50,
+    "queue.buffering.max.messages": 500_000,
+    "topic.metadata.propagation.max.ms": 3_000,  # how long a topic that was deleted may be thought to be new
+}
+
+
+class Record(NamedTuple):
+    """What is put on a topic."""
+
+    topic: str
+    partition: int
+    body: bytes | None
+    headers: list[tuple[str, str | bytes | None]]
+    key: bytes | None = None
+
+
+def code_of(error: BaseException) -> KafkaError:
+    """Return what a client's exception says."""
+    said = error.args[0] if isinstance(error, KafkaException) and error.args else None
+    return said if isinstance(said, KafkaError) else KafkaError(KafkaError._FAIL, str(error))  # noqa: SLF001 - public there
+
+
+class Sending:
+    """Some records on their way. ``outcomes`` has an offset or an error for each, once ``done`` is set."""
+
+    __slots__ = ("_left", "_lock", "answer", "done", "outcomes")
+
+    def __init__(self, count: int) -> None:
+        self.outcomes: list[int | KafkaError] = [-1] * count
+        self.done = asyncio.Event()
+        self.answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._left = count
+        self._lock = threading.Lock()
+
+    def take(self, index: int, ended: list[Sending], error: KafkaError | None, message: Message) -> None:
+        """Note one outcome; called on the producer's thread."""
+        self.outcomes[index] = error if error is not None else (message.offset() or 0)
+        with self._lock:
+            self._left -= 1
+            if not self._left:
+                ended.append(self)
+
+    def give_up(self, start: int, error: KafkaError) -> None:
+        """Note that the records from ``start`` on were never handed over; called on the loop."""
+        self.outcomes[start:] = [error] * (len(self.outcomes) - start)
+        with self._lock:
+            self._left -= len(self.outcomes) - start
+            if not self._left:
+                self.end()
+
+    def end(self) -> None:
+        """Wake who waits; called on the loop."""
+        self.done.set()
+        if not self.answer.done():
+            self.answer.set_result(True)
+
+
+class _Postman:
+    """A producer and the thread that hears what became of its records."""
+
+    def __init__(
+        self, config: dict[str, Any], loop: asyncio.AbstractEventLoop, failed: Callable[[KafkaError], None]
+    ) -> None:
+        self.broken = False
+        self._loop = loop
+        self._failed = failed
+        self._ended: list[Sending] = []
+        self._stop = False
+        self.producer = Producer({**config, "error_cb": self._complaint})
+        self._thread = threading.Thread(target=self._listen, name="postbus-kafka-producer", daemon=True)
+        self._thread.start()
+
+    def send(self, records: Sequence[Record], sending: Sending, start: int) -> int:
+        """Hand over records from ``start`` on; returns how far it got before the queue was full."""
+        produce, take, ended = self.producer.produce, sending.take, self._ended
+        for index in range(start, len(records)):
+            topic, partition, body, headers, key = records[index]
+            try:
+                produce(topic, body, key, partition, partial(take, index, ended), headers=headers)
+            except BufferError:
+                return index
+            except KafkaException as error:
+                self.broken = self.broken or code_of(error).fatal()
+                sending.give_up(index, code_of(error))
+                break
+        return len(records)
+
+    def close(self, seconds: float) -> None:
+        """Wait a little for what is on its way, then let go."""
+        with contextlib.suppress(KafkaException):
+            self.producer.flush(seconds)
+            self.producer.purge()
+        self._stop = True
+        self._thread.join()
+        with contextlib.suppress(KafkaException):
+            self.producer.close()  # here and now, not when the collector comes by on some thread
+
+    def _listen(self) -> None:
+        with contextlib.suppress(KafkaException):  # asking anything makes it connect now, not within half a second
+            self.producer.list_topics(timeout=FIRST_S)
+        while not self._stop or self._ended:
+            self.producer.poll(POLL_S if not self._stop else 0)
+            if self._ended:
+                ended, self._ended[:] = self._ended[:], []
+                with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
+                    self._loop.call_soon_threadsafe(_set_all, ended)
+
+    def _complaint(self, error: KafkaError) -> None:
+        self.broken = self.broken or error.fatal()
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._failed, error)
+
+
+def _set_all(ended: list[Sending]) -> None:
+    for sending in ended:
+        sending.end()
+
+
+class Link:
+    """Connects when it is first used, and finds back by itself."""
+
+    def __init__(self, address: str, answer_s: float, clock: Clock, config: Mapping[str, str]) -> None:
+        self.address = address
+        self.answer_s = answer_s
+        self.clock = clock
+        self.came_up: list[Callable[[], None]] = []
+        self.closed = False
+        self.config: dict[str, Any] = {**config, "bootstrap.servers": address, **_QUIET, **_BACK_SOON}
+        self._admin: AdminClient | None = None
+        self._asked: set[Future[Any]] = set()
+        self._postman: _Postman | None = None
+        self._retired: list[_Postman] = []
+        self._up = asyncio.Event()
+        self._up.set()
+        self._probe: asyncio.Task[None] | None = None
+        self._outbox: list[tuple[Sequence[Record], Sending, int]] = []
+        self._due: dict[Sending, float] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+        self._doubtful: dict[Sending, Sequence[str]] = {}
+
+    # --- whether it is there ---
+
+    def unreachable(self, why: str = "") -> Unreachable:
+        """Return the error that says so."""
+        return Unreachable(f"Kafka at {self.address} does not answer{why and ': '}{why}")
+
+    async def ready(self) -> None:
+        """Return at once when Kafka answered lately, else wait for it. Raises ``Unreachable``."""
+        if not self._up.is_set() and not self.closed:
+            await self.clock.wait(self._up, self.answer_s)
+        if self.closed:
+            raise Unreachable("the log is closed")
+        if not self._up.is_set():
+            raise self.unreachable()
+
+    def lost(self, why: str = "") -> Unreachable:
+        """Note that it does not answer, and begin to look for it. Returns the error to raise."""
+        if not self.closed and self._up.is_set():
+            self._up.clear()
+            self._probe = asyncio.get_running_loop().create_task(self._look())
+        return self.unreachable(why)
+
+    async def _look(self) -> None:
+        while not self.closed:
+            try:
+                asked = self.admin.describe_cluster(request_timeout=PROBE_S)
+                await self._answer(asked, PROBE_S + 1)
+                break
+            except (KafkaException, TimeoutError):
+                await self.clock.sleep(RETRY_S)
+        self._up.set()
+        for call in self.came_up if not self.closed else ():
+            call()
+
+    def _complained(self, error: KafkaError) -> None:
+        if error.code() == KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - public there
+            self.lost()
+
+    # --- questions ---
+
+    @property
+    def admin(self) -> AdminClient:
+        """The client for everything that is not an event. Raises ``Unreachable`` when it is closed."""
+        if self.closed:
+            raise Unreachable("the log is closed")
+        if self._admin is None:
+            self._admin = AdminClient(dict(self.config))
+        return self._admin
+
+    async def ask(
+        self, make: Callable[[AdminClient], Mapping[K, Future[T]]], deadline: float | None = None
+    ) -> dict[K, T | KafkaError]:
+        """Ask until Kafka has answered yes or no to everything. Raises ``Unreachable``."""
+        await self.ready()
+        answers: dict[K, T | KafkaError] = {}
+        deadline = self.clock.monotonic_s() + self.answer_s if deadline is None else deadline
+        while True:
+            again = False
+            try:
+                for key, future in make(self.admin).items():
+                    try:
+                        left = max(deadline - self.clock.monotonic_s(), 0.001)
+                        answers[key] = await self._answer(cast("Future[T | KafkaError]", future), left)
+                    except KafkaException as error:
+                        answers[key] = said = code_of(error)
+                        again = again or (said.code() not in GONE and _passing(said))
+            except TimeoutError:
+                raise self.lost() from None
+            except KafkaException as error:
+                raise self.lost(str(code_of(error).str())) from None
+            if not again:
+                return answers
+            if self.clock.monotonic_s() >= deadline:
+                raise self.lost()
+            await self.clock.sleep(RETRY_S)
+            with contextlib.suppress(KafkaException):  # who leads what may have changed
+                await asyncio.to_thread(self.admin.list_topics, timeout=PROBE_S)
+
+    async def led(self, topic: str, partitions: int) -> None:
+        """Wait until a topic is known everywhere, to our own client too. Raises ``Unreachable``."""
+        deadline = self.clock.monotonic_s() + self.answer_s
+        while self.clock.monotonic_s() < deadline:
+            try:
+                seen = (await asyncio.to_thread(self.admin.list_topics, topic, PROBE_S)).topics.get(topic)
+            except KafkaException:
+                seen = None
+            if seen is not None and sum(one.leader >= 0 for one in seen.partitions.values()) == partitions:
+                return
+            await self.clock.sleep(RETRY_S)
+        raise self.lost(f"the topic {topic} has no leader")
+
+    async def _answer(self, future: Future[T], seconds: float) -> T:
+        """Wait for a client's answer without cancelling it: the client would trip over that."""
+        loop = asyncio.get_running_loop()
+        came = asyncio.Event()
+
+        def tell(_: Future[T]) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(came.set)
+
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        future.add_done_callback(tell)
+        if not await self.clock.wait(came, seconds):
+            raise TimeoutError
+        return future.result()
+
+    # --- records ---
+
+    async def send(self, records: Sequence[Record], ids: Sequence[str] = ()) -> Sending:
+        """Put records on their topics, and wait for Kafka's word on each of them.
+
+        Raises ``Unreachable`` when that takes too long; ``settled`` says later when the word has come.
+        """
+        deadline = self.clock.monotonic_s() + self.answer_s
+        await self.ready()
+        sending = Sending(len(records))
+        if not records:
+            sending.end()
+            return sending
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._post)
+        self._outbox.append((records, sending, 0))
+        self._doubtful[sending] = ids
+        self._due[sending] = deadline
+        if self._sweeper is None:
+            self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+        try:
+            if not await sending.answer:
+                raise self.lost()
+        finally:
+            del self._due[sending]
+        del self._doubtful[sending]
+        return sending
+
+    def _post(self) -> None:
+        """Hand over everything that was sent in this turn of the loop at once, so that it travels together."""
+        if self.closed:
+            return
+        postman = self._current()
+        outbox, self._outbox = self._outbox, []
+        for at, (records, sending, start) in enumerate(outbox):
+            sent = postman.send(records, sending, start)
+            if sent < len(records):  # full: it empties as Kafka acknowledges
+                self._outbox = [(records, sending, sent), *outbox[at + 1 :]]
+                asyncio.get_running_loop().call_later(FULL_S, self._post)
+                return
+
+    async def _sweep(self) -> None:
+        """Tell those who wait too long: one timer for all, in the order in which they began to wait."""
+        while self._due:
+            sending, deadline = next(iter(self._due.items()))
+            left = deadline - self.clock.monotonic_s()
+            if left > 0:
+                await self.clock.sleep(left)
+            elif not sending.answer.done():
+                sending.answer.set_result(False)
+            else:
+                await asyncio.sleep(0)  # it is about to go
+        self._sweeper = None
+
+    async def settled(self, ids: Sequence[str]) -> None:
+        """Wait until nothing with these ids is on its way any more. Raises ``Unreachable``."""
+        wanted = set(ids)
+        for sending, theirs in list(self._doubtful.items()):
+            if sending.done.is_set():
+                del self._doubtful[sending]
+            elif not wanted.isdisjoint(theirs) and not await self.clock.wait(sending.done, self.answer_s):
+                raise self.lost()
+
+    def _current(self) -> _Postman:
+        if self._postman is not None and self._postman.broken:
+            self._retired.append(self._postman)
+            self._postman = None
+        if self._postman is None:
+            self._postman = _Postman({**self.config, **_SAFE}, asyncio.get_running_loop(), self._complained)
+        return self._postman
+
+    async def close(self) -> None:
+        """Wait a little for what is on its way, then let go of everything. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        up = self._up.is_set()
+        self._up.set()
+        for task in (self._probe, self._sweeper):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        for _, sending, start in self._outbox:
+            sending.give_up(start, KafkaError(KafkaError._DESTROY))  # noqa: SLF001 - public there
+        self._outbox = []
+        for sending in self._due:
+            if not sending.answer.done():
+                sending.answer.set_result(False)
+        for postman in [*self._retired, *([self._postman] if self._postman else [])]:
+            await asyncio.to_thread(postman.close, self.answer_s if up else 0.0)
+        self._postman = None
+        self._retired = []
+        await self._answered()
+        self._admin = None
+
+    async def _answered(self) -> None:
+        """Wait for what was asked: the client is not taken apart before. Each question has its own time limit."""
+        asked = [asyncio.wrap_future(future) for future in list(self._asked)]
+        if asked:
+            await asyncio.wait(asked, timeout=self.answer_s)
+            for answered in asked:
+                if answered.done() and not answered.cancelled():
+                    answered.exception()
+
+
+def _passing(error: KafkaError) -> bool:
+    return error.retriable() or error.code() in _PASSING
+
+
+_PASSING = {
+    KafkaError._TRANSPORT,  # noqa: SLF001 - public there, and so below
+    KafkaError._TIMED_OUT,  # noqa: SLF001
+    KafkaError._ALL_BROKERS_DOWN,  # noqa: SLF001
+    KafkaError._WAIT_COORD,  # noqa: SLF001
+    KafkaError.REQUEST_TIMED_OUT,
+    KafkaError.NOT_CONTROLLER,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError.KAFKA_STORAGE_ERROR,
+    KafkaError.BROKER_NOT_AVAILABLE,
+    KafkaError.NETWORK_EXCEPTION,
+    KafkaError.COORDINATOR_NOT_AVAILABLE,
+    KafkaError.COORDINATOR_LOAD_IN_PROGRESS,
+    KafkaError.NOT_COORDINATOR,
+}

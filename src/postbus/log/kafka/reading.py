@@ -1,0 +1,277 @@
+"""Reading topics by position: one consumer on one thread, with a lane for each partition somebody reads.
+
+Kafka answers a fetch when there is something (the long poll), so a lane that has reached the end hears of the next
+record at once. The consumer belongs to the thread, the lanes to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from postbus.log.kafka.link import Link
+
+__all__ = ["Entry", "Reader", "Trimmed"]
+
+Entry = tuple[int, Message | None]
+"""An offset and what is there; None for what Kafka keeps for itself (the end of somebody's transaction)."""
+
+POLL_S = 0.02  # how long a change of the lanes may have to wait for the consumer
+TAKE = 2_000
+TOPIC_S = 1.0
+AHEAD_MESSAGES = 10_000
+AHEAD_BYTES = 32 << 20
+BATCHES_WAITING = 4
+_CONFIG: dict[str, Any] = {
+    "group.id": "postbus",  # a name the client insists on; no group is joined and nothing is committed
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    "auto.offset.reset": "error",
+    "enable.partition.eof": True,
+    "isolation.level": "read_uncommitted",
+    "fetch.error.backoff.ms": 50,
+    "fetch.queue.backoff.ms": 10,
+    "fetch.message.max.bytes": 4 << 20,
+    "fetch.max.bytes": 32 << 20,
+    "topic.metadata.refresh.interval.ms": 60_000,
+}
+
+_OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}  # noqa: SLF001 - public there
+
+
+class Trimmed(Exception):
+    """The offset is not there any more, or not yet; ask for the extent of the partition."""
+
+
+class _Lane:
+    """One partition being read: what came from Kafka, from ``start`` to ``position``, and was not taken yet."""
+
+    __slots__ = ("ahead", "bytes", "changed", "end", "failed", "lock", "paused", "place", "position", "since", "start")
+
+    def __init__(self, place: TopicPartition) -> None:
+        self.place = place
+        self.lock = asyncio.Lock()
+        self.changed = asyncio.Event()
+        self.ahead: deque[Entry] = deque()
+        self.paused = False
+        self.begin(-1, 0)
+
+    def begin(self, offset: int, since: int) -> None:
+        self.ahead.clear()
+        self.bytes = 0
+        self.start = self.position = offset
+        self.end = -1
+        self.since = since
+        self.failed: KafkaError | None = None
+
+    def add(self, offset: int, message: Message | None) -> None:
+        for hole in range(self.position, offset):
+            self.ahead.append((hole, None))
+        self.position = offset
+        if message is not None:
+            self.ahead.append((offset, message))
+            self.bytes += len(message)
+            self.position = offset + 1
+
+    def drop(self, count: int) -> list[Entry]:
+        taken = [self.ahead.popleft() for _ in range(count)]
+        self.bytes -= sum(len(message) for _, message in taken if message is not None)
+        self.start += count
+        return taken
+
+
+class Reader:
+    """Reads any partition at any offset; sequential reading is fast, and ``heard`` tells of what comes at the end.
+
+    ``long_poll_ms`` is how long Kafka waits for something new, and so how long a move to another place may take.
+    """
+
+    def __init__(self, link: Link, long_poll_ms: int) -> None:
+        self._link = link
+        self._config = {**link.config, **_CONFIG, "fetch.wait.max.ms": long_poll_ms}
+        self._lanes: dict[tuple[str, int], _Lane] = {}
+        self._orders: queue.SimpleQueue[tuple[int, Callable[[Consumer], None]] | None] = queue.SimpleQueue()
+        self._serial = 0
+        self._thread: threading.Thread | None = None
+        self._room = threading.Semaphore(BATCHES_WAITING)
+
+    async def read(self, topic: str, partition: int, offset: int, end: int) -> list[Entry]:
+        """Return what is at the offsets from ``offset`` up to ``end``, which all exist.
+
+        Raises ``Trimmed`` when they do not, ``Unreachable`` when Kafka does not send them.
+        """
+        lane = self._lane(topic, partition)
+        async with lane.lock:
+            if lane.failed is not None or not lane.start <= offset <= lane.position:
+                self._move(lane, offset)
+            lane.drop(offset - lane.start)
+            taken: list[Entry] = []
+            deadline = self._link.clock.monotonic_s() + self._link.answer_s
+            while offset + len(taken) < end:
+                if not lane.ahead:
+                    await self._more(lane, deadline)
+                taken += lane.drop(min(len(lane.ahead), end - offset - len(taken)))
+            self._flow(lane)
+            return taken
+
+    async def _more(self, lane: _Lane, deadline: float) -> None:
+        self._flow(lane)
+        while not lane.ahead:
+            lane.changed.clear()
+            if lane.failed is not None:
+                if lane.failed.code() in _OUT_OF_RANGE:
+                    raise Trimmed
+                raise self._link.lost(lane.failed.str())
+            left = deadline - self._link.clock.monotonic_s()
+            if left <= 0 or not await self._link.clock.wait(lane.changed, left):
+                raise self._link.lost()
+
+    def follow(self, topic: str, partition: int, offset: int) -> None:
+        """Begin to listen from an offset on, unless the lane is there or beyond already."""
+        lane = self._lane(topic, partition)
+        if lane.failed is not None or lane.position < offset or lane.position < 0:
+            self._move(lane, offset)
+
+    def has(self, topic: str, partition: int, offset: int, end: int) -> bool:
+        """Say whether all of a range was read ahead."""
+        lane = self._lanes.get((topic, partition))
+        return lane is not None and lane.failed is None and lane.start <= offset and end <= lane.position
+
+    def listens(self, topic: str, partition: int, offset: int) -> bool:
+        """Say whether the lane is at the end, and this is it."""
+        lane = self._lanes.get((topic, partition))
+        return lane is not None and lane.failed is None and lane.end == lane.position == offset
+
+    def known_end(self, topic: str, partition: int) -> int:
+        """Return the highest offset that the lane knows to be taken, and one; -1 for none."""
+        lane = self._lanes.get((topic, partition))
+        return -1 if lane is None else max(lane.position, lane.end)
+
+    async def heard(self, topic: str, partition: int, seconds: float) -> None:
+        """Wait until the lane changes, or for that long."""
+        lane = self._lane(topic, partition)
+        lane.changed.clear()
+        await self._link.clock.wait(lane.changed, seconds)
+
+    def forget(self, topic: str, partition: int) -> None:
+        """Stop reading a partition."""
+        lane = self._lanes.pop((topic, partition), None)
+        if lane is not None and lane.position >= 0:
+            self._order(lambda consumer: consumer.incremental_unassign([lane.place]))
+            lane.failed = KafkaError(KafkaError._DESTROY)  # noqa: SLF001 - public there
+            lane.changed.set()
+
+    async def close(self) -> None:
+        """End the thread and the consumer. Idempotent."""
+        if self._thread is not None:
+            self._orders.put(None)
+            for _ in range(BATCHES_WAITING):
+                self._room.release()
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+
+    # --- lanes, on the loop ---
+
+    def _lane(self, topic: str, partition: int) -> _Lane:
+        lane = self._lanes.get((topic, partition))
+        if lane is None:
+            lane = self._lanes[topic, partition] = _Lane(TopicPartition(topic, partition))
+        return lane
+
+    def _move(self, lane: _Lane, offset: int) -> None:
+        fresh = lane.position < 0
+        place = TopicPartition(lane.place.topic, lane.place.partition, offset)
+
+        def move(consumer: Consumer) -> None:
+            if fresh:
+                with contextlib.suppress(KafkaException):  # else it looks for a topic it does not know once a second
+                    consumer.list_topics(place.topic, timeout=TOPIC_S)
+            else:
+                consumer.incremental_unassign([lane.place])
+            consumer.incremental_assign([place])
+
+        lane.paused = False
+        lane.begin(offset, self._order(move))
+
+    def _flow(self, lane: _Lane) -> None:
+        """Stop what is read ahead when it is much, and go on when it is used up."""
+        much = len(lane.ahead) > AHEAD_MESSAGES or lane.bytes > AHEAD_BYTES
+        if much and not lane.paused:
+            lane.paused = True
+            self._order(lambda consumer: consumer.pause([lane.place]))
+        elif lane.paused and len(lane.ahead) < AHEAD_MESSAGES // 4:
+            lane.paused = False
+            self._order(lambda consumer: consumer.resume([lane.place]))
+
+    def _order(self, work: Callable[[Consumer], None]) -> int:
+        self._serial += 1
+        self._orders.put((self._serial, work))
+        if self._thread is None:
+            run = threading.Thread(
+                target=self._run, args=(asyncio.get_running_loop(),), name="postbus-kafka-reader", daemon=True
+            )
+            self._thread = run
+            run.start()
+        return self._serial
+
+    def _took(self, serial: int, batch: list[Message]) -> None:
+        self._room.release()
+        touched: set[_Lane] = set()
+        for message in batch:
+            lane = self._lanes.get((message.topic() or "", message.partition() or 0))
+            if lane is None or serial < lane.since:
+                continue
+            touched.add(lane)
+            offset, error = message.offset() or 0, message.error()
+            if error is None:
+                if offset >= lane.position:
+                    lane.add(offset, message)
+            elif error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001 - public there
+                lane.add(max(offset, lane.position), None)
+                lane.end = lane.position
+            else:
+                lane.failed = error
+        for lane in touched:
+            self._flow(lane)
+            lane.changed.set()
+
+    # --- the thread ---
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        consumer = Consumer(self._config)
+        serial, idle = 0, True
+        try:
+            while True:
+                while idle or not self._orders.empty():
+                    order = self._orders.get()
+                    if order is None:
+                        return
+                    serial = order[0]
+                    with contextlib.suppress(KafkaException, RuntimeError):  # a lane that is not there any more
+                        order[1](consumer)
+                    idle = not consumer.assignment()
+                batch = _batch(consumer)
+                if batch:
+                    self._room.acquire()
+                    loop.call_soon_threadsafe(self._took, serial, batch)
+        except RuntimeError:  # the loop is closed
+            return
+        finally:
+            consumer.close()
+
+
+def _batch(consumer: Consumer) -> list[Message]:
+    try:
+        first = consumer.poll(POLL_S)
+        return [] if first is None else [first, *consumer.consume(TAKE, 0)]
+    except KafkaException:
+        return []
