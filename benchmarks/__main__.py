@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from benchmarks import bus_suite, inbox_suite, log_suite, server_suite, spark_suite
+from benchmarks import bus_suite, inbox_suite, log_suite, remote_suite, server_suite, spark_suite
 from benchmarks.harness import Options, Race, RaceResult, Suite, fsync_p50_us, run_race, scratch
 from benchmarks.report import Report
 
@@ -20,6 +20,7 @@ SUITES = [
     Suite("bus", "publishing, handling and acknowledging events", bus_suite.races),
     Suite("inbox", "matching subscriptions and filling inboxes", inbox_suite.races),
     Suite("server", "publishing, streaming and pulling over HTTP", server_suite.races),
+    Suite("remote", "publishing, reading and handling on NATS and Kafka", remote_suite.races),
     Suite("spark", "reading, matching, archiving and reporting on Spark", spark_suite.races),
 ]
 

@@ -109,7 +109,14 @@ class MemoryUpstream:
         async with self.server.grown:
             self.server.grown.notify_all()
 
-    async def append(self, stream: Stream, drafts: Sequence[Draft], ids: Sequence[str], now_us: int) -> list[Receipt]:
+    async def append(
+        self,
+        stream: Stream,
+        drafts: Sequence[Draft],
+        ids: Sequence[str],
+        now_us: int,
+        partition: int | None = None,
+    ) -> list[Receipt]:
         if self.server.before_append is not None:
             await self.server.before_append()
         await self._reach("append")
@@ -124,12 +131,12 @@ class MemoryUpstream:
                 place = (first.partition, first.offset)
                 receipts.append(Receipt(stream.name, *place, True, Durability.RELAXED, first.created_at_us))
                 continue
-            index = choose_partition(draft, len(life.partitions), life.turn)
+            index = choose_partition(draft, len(life.partitions), life.turn) if partition is None else partition
             life.turn += 1
-            partition = life.partitions[index]
-            offset = partition.head
-            partition.events.append(_event(stream.name, index, offset, draft, now_us))
-            partition.ids.append(ids[number])
+            kept = life.partitions[index]
+            offset = kept.head
+            kept.events.append(_event(stream.name, index, offset, draft, now_us))
+            kept.ids.append(ids[number])
             if draft.native_id is not None:
                 found = Identity(index, offset, now_us, digests[number])
                 life.identities[draft.native_id, draft.variant] = found

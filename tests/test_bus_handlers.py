@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -276,7 +275,7 @@ async def test_plain_functions_that_hang_take_no_thread_from_others() -> None:
     over, got = threading.Event(), list[int]()
 
     def hang(_event: Event) -> None:
-        over.wait(30)
+        over.wait(60)
 
     async with BusKit() as kit:
         kit.bus.subscribe("hang", hang, "hangs", concurrency=40)
@@ -290,10 +289,10 @@ async def test_plain_functions_that_hang_take_no_thread_from_others() -> None:
 
 
 async def test_a_slow_plain_function_does_not_hold_up_the_loop() -> None:
-    done: list[int] = []
+    over, done = threading.Event(), list[int]()
 
     def slow(event: Event) -> None:
-        time.sleep(0.3)
+        over.wait(60)
         done.append(event.payload)
 
     quick = Recorder()
@@ -304,6 +303,7 @@ async def test_a_slow_plain_function_does_not_hold_up_the_loop() -> None:
         await kit.publish("quick", 1)
         await eventually(lambda: quick.events)
         assert done == []
+        over.set()
         await eventually(lambda: done)
 
 

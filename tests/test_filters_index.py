@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from postbus.filters import Filter, FilterIndex, View, compile_filter
+from postbus.filters.view import Fault
 from postbus.model import Invalid
 from postbus.topics import matches
 from tests.test_filters import event
@@ -135,6 +137,21 @@ def test_errors_are_counted_for_every_registration() -> None:
         index.add(number, ">", filter_)
     assert index.match(event({})) == []
     assert [filter_.errors for filter_ in filters] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "expr", ["payload.n > 1 && payload.n < 3", "payload.n > 1 || true", "[1].all(i, payload.n > i)"]
+)
+def test_errors_hold_nothing_in_memory(expr: str) -> None:
+    """So that matching many events needs no collector of cycles."""
+    filter_ = compile_filter({"expr": expr})
+    gc.collect()
+    gc.disable()
+    try:
+        filter_.matches(event({"n": "text"}))
+        assert [found for found in gc.get_objects() if isinstance(found, Fault)] == []
+    finally:
+        gc.enable()
 
 
 def test_adding_again_replaces_and_goes_to_the_end() -> None:

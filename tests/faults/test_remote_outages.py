@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -24,15 +24,15 @@ from tests.faults.campaign import FULL, dice
 from tests.faults.line import Line
 from tests.services import KafkaServer, NatsServer, fresh_prefix, running_kafka, running_nats
 
-CYCLES = 20 if FULL else 2
+CYCLES = 20 if FULL else 1  # of two outages each
 PUBLISHERS = 4
 QUEUED = 40
-ANSWER_S = 3.0
-# The guide: a publisher waits for answer_s at most, and half a second more when the spool is half full. The rest is what
-# a busy machine may take for it; an outage lasts until every publisher has come through, however long that is.
-BOUND_S = ANSWER_S + 0.5
+ANSWER_S = {"nats": 3.0, "kafka": 1.5}
+# The guide: a publisher waits for answer_s at most, and up to a second more when it looks again, or is slowed.
+# The slack is for a busy machine; an outage lasts until every publisher has come through, however long that is.
+MORE_S = 1.0
 SLACK_S = 30.0
-WAIT_S = 240.0
+WAIT_S = 120.0
 JOURNAL = "local.default.journal"
 PAGE = 1000
 
@@ -99,7 +99,8 @@ class Scene:
         await until(all_went)
 
     async def queued(self) -> None:
-        """Wait until every publisher has put some more into the spool, and the breaker says so."""
+        """Wait until the outage was noticed, and every publisher has put some more into the spool since then."""
+        await until(lambda: self.outlet.state is BreakerState.OPEN)
         before = list(self.spooled)
 
         def all_wait() -> bool:
@@ -107,7 +108,6 @@ class Scene:
             return all(new >= old + QUEUED // PUBLISHERS for old, new in zip(before, self.spooled, strict=True))
 
         await until(all_wait)
-        assert self.outlet.state is not BreakerState.CLOSED
 
     async def draining(self) -> None:
         """Wait until some of the spool was sent since now."""
@@ -129,8 +129,9 @@ class Scene:
 @asynccontextmanager
 async def scene(url: str, far_url: str, ground: Path) -> AsyncIterator[Scene]:
     """Two nodes; the near one publishes. At the end both have the same, and nothing was given up."""
-    near = EventBus(f"{url}?answer_s={ANSWER_S}&data={ground / 'near'}")
-    far = EventBus(f"{far_url}?answer_s={ANSWER_S}&data={ground / 'far'}")
+    answer_s = ANSWER_S[url.partition(":")[0]]
+    near = EventBus(f"{url}?answer_s={answer_s}&data={ground / 'near'}")
+    far = EventBus(f"{far_url}?answer_s={answer_s}&data={ground / 'far'}")
     seen: list[list[int]] = [[] for _ in range(PUBLISHERS)]
 
     @far.on("orders.*", subscriber_id="till", start="earliest")
@@ -151,10 +152,10 @@ async def scene(url: str, far_url: str, ground: Path) -> AsyncIterator[Scene]:
         stats = await near_log.get_stream_stats(JOURNAL), await far_log.get_stream_stats(JOURNAL)
         assert stats[0] == stats[1]
         for bus in (near, far):
-            assert not await bus.dead_letters.list()
+            assert not await bus.dead_letters.find()
     told = f"{sum(made.published)} published, {sum(made.spooled)} spooled, longest {made.longest_s:.2f} s"
     sys.stderr.write(f"\n{told}\n")
-    assert made.longest_s < BOUND_S + SLACK_S
+    assert made.longest_s < answer_s + MORE_S + SLACK_S
 
 
 async def orders(log: SqliteLog, seen: list[list[int]]) -> list[list[int]]:
@@ -178,17 +179,16 @@ async def test_the_server_is_killed_again_and_again(kind: str, ground: Path) -> 
     server, chance = server_of(kind), dice(f"outages of {kind}")
     url = f"{server.url}/{fresh_prefix()}"
     async with scene(url, url, ground) as on:
-        for cycle in range(CYCLES):
+        for _ in range(CYCLES):
             await on.straight()
             await asyncio.sleep(chance.random() * 0.1)
             server.kill()
             await on.queued()
             await asyncio.to_thread(server.start)
-            if cycle % 2:
-                await on.draining()
-                server.kill()
-                await on.queued()
-                await asyncio.to_thread(server.start)
+            await on.draining()
+            server.kill()
+            await on.queued()
+            await asyncio.to_thread(server.start)
         await on.straight()
 
 
@@ -198,13 +198,16 @@ async def test_the_line_is_cut_and_slow(kind: str, ground: Path) -> None:
     ports = (server.back_port, server.detour_port) if isinstance(server, KafkaServer) else (server.port, 0)
     prefix = fresh_prefix()
     async with Line(*ports) as line, scene(f"{kind}://{line.address}/{prefix}", f"{server.url}/{prefix}", ground) as on:
-        steps: list[Callable[[], Awaitable[None]]] = [line.cut, lambda: _answers_lost(line, on)]
-        for cycle in range(CYCLES):
+        for _ in range(CYCLES):
             line.delay_s = 0.0
             await on.straight()
             line.delay_s = 0.05
             await on.straight()
-            await steps[cycle % 2]()
+            line.delay_s = 0.0
+            line.hold()  # the server takes events and says so, and nobody hears it
+            await on.queued()
+            await until(lambda: line.held_bytes > 0)
+            await line.cut()
             await on.queued()
             line.mend()
             await on.draining()
@@ -212,12 +215,3 @@ async def test_the_line_is_cut_and_slow(kind: str, ground: Path) -> None:
             await on.queued()
             line.mend()
         await on.straight()
-
-
-async def _answers_lost(line: Line, on: Scene) -> None:
-    """The server takes events and says so, and nobody hears it."""
-    line.delay_s = 0.0
-    line.hold()
-    await on.queued()
-    await until(lambda: line.held_bytes > 0)
-    await line.cut()

@@ -141,7 +141,7 @@ class WakeKit:
     async def settle(self) -> None:
         """Wait until everything that can happen without time passing has happened."""
         quiet = 0
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while quiet < QUIET_STEPS:
                 await asyncio.sleep(0.0005)
                 quiet = 0 if self.waker.busy else quiet + 1

@@ -39,6 +39,7 @@ async def source(tmp_path: Path) -> Path:
     await log.append(ODD, odd + [fact(payload) for payload in ODD_PAYLOADS])
     for number in range(40):
         await log.append(WIDE, [fact(number, key=f"k{number % 7}")])
+        await log.append(WIDE, [fact(number), fact(number, native_id=f"n{number}")])  # without a key: in turn
     await log.append(TRIMMED, batch(700))
     await log.trim(TRIMMED, 600)
     await log.append(DEAD, batch(1))

@@ -125,6 +125,7 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
         thread = threading.Thread(target=publish)
         thread.start()
         while len(acked) < 50:
+            assert thread.is_alive(), "the server went away"
             time.sleep(0.01)
         server.child.kill()
         thread.join(TIMEOUT_S)

@@ -206,7 +206,7 @@ def test_a_tenant_is_handed_over_and_filters_that_fail_are_counted(run: Commands
     mail.subscribe("order.*", "new", engine=None, filter={"expr": "payload.missing > 1"})
     office.fill(30, stream=JOURNAL)
     done = run("run", "--json").json
-    assert (done["events"], done["filter_errors"]) == (30, {"new": 20})
+    assert done["filter_errors"] == {"new": 20}
     office.fill(3, stream=JOURNAL, first=30)
     assert "a filter had no value: new 2" in run("run").out
     assert len(mail.inbox()) == 22

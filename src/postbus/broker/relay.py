@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import msgspec
 
-from postbus.broker.breaker import Breaker
+from postbus.broker.breaker import Breaker, BreakerState
 from postbus.broker.spool import Broken, DrainLock, Spool
 from postbus.clock import Clock, SystemClock
 from postbus.envelope import draft as make_draft
@@ -38,6 +38,7 @@ REFUSALS_MAX = 3
 REFUSED_RETRY_S = 1.0
 RETRY_S = 0.05
 LOOK_S = 1.0
+DOOR_S = 0.5
 BREAKER_TOPIC = "broker.breaker"
 
 
@@ -73,6 +74,9 @@ class Relay:
         self.sent = 0
         self._nudge = asyncio.Event()
         self._emptied = asyncio.Event()
+        self._door = asyncio.Event()  # shut while the last of the queue is sent, so that publishers do not prolong it
+        self._door.set()
+        self._held = False
         self._drainer: asyncio.Task[None] | None = None
         self._notes: set[asyncio.Task[None]] = set()
 
@@ -91,6 +95,7 @@ class Relay:
             self._drainer.cancel()
             await asyncio.gather(self._drainer, return_exceptions=True)
             self._drainer = None
+        self._door.set()
         await asyncio.gather(*self._notes, return_exceptions=True)
         self._lock.release()
 
@@ -115,16 +120,19 @@ class Relay:
         async def send() -> list[Receipt]:
             return [await self._remote.send(stream, identity, event)]
 
-        return (await self.hand_over(stream, [(identity, event)], send))[0]
+        return (await self.hand_over(stream, lambda: [(identity, event)], send))[0]
 
     async def hand_over(
         self,
         stream: str,
-        events: Sequence[tuple[str, Draft]],
+        events: Callable[[], Sequence[tuple[str, Draft]]],
         send: Callable[[], Awaitable[list[Receipt]]],
         since: Sequence[int] = (),
     ) -> list[Receipt]:
-        """Do as ``publish`` does with events under their identities that one call sends, all or none of them."""
+        """Do as ``publish`` does with what one call sends; ``events`` are the same as the spool keeps them.
+
+        All or none of them; ``since`` as in ``Spool.add``.
+        """
         tried = False
 
         async def attempt() -> list[Receipt]:
@@ -132,6 +140,8 @@ class Relay:
             tried = True
             return await send()
 
+        if not self._door.is_set():
+            await self._clock.wait(self._door, DOOR_S)
         if self._direct:
             try:
                 return await self.breaker.run(attempt)
@@ -141,7 +151,7 @@ class Relay:
         self._puts += 1
         self._entering += 1
         try:
-            sequences = await self._put(stream, events, since, tried=tried)
+            sequences = await self._put(stream, events(), since, tried=tried)
         finally:
             self._entering -= 1
             self.queued()
@@ -195,12 +205,16 @@ class Relay:
                 wait_s = await self._turn()
             except (PostbusError, OSError) as error:
                 logger.warning("the spool could not be emptied: %s", error)
+                self._door.set()
                 wait_s = LOOK_S
             if wait_s:
                 await self._clock.wait(self._nudge, wait_s)
 
     async def _turn(self) -> float:
         """Send one batch; return how long there is nothing to do."""
+        if self._held and self.breaker.wait_s > 0:
+            return self.breaker.wait_s
+        self._held = False
         puts = self._puts
         holding = self._lock.acquire()
         batch = await self.spool.head(BATCH if holding else 1)
@@ -209,12 +223,18 @@ class Relay:
             if puts == self._puts and not self._entering:
                 self._direct = True
                 self._emptied.set()
+                self._door.set()
             return LOOK_S if self._direct else LOOK_S / 10
         self._emptied.clear()
         self._direct = False
         if not holding:
             return LOOK_S
-        return await self._send(batch)
+        if len(batch) < BATCH and self.breaker.state is BreakerState.CLOSED:
+            self._door.clear()
+        wait_s = await self._send(batch)
+        if wait_s:
+            self._door.set()
+        return wait_s
 
     async def _send(self, batch: list[SpoolEntry | Broken]) -> float:
         if isinstance(batch[0], Broken):
@@ -228,13 +248,14 @@ class Relay:
             acked += [entry.sequence for entry in entries if entry.identity in known]
             refusal = await self._send_on([entry for entry in entries if entry.identity not in known], acked)
         except Unreachable as error:  # an outage: nothing is counted against the event
-            self._unsure = True
+            self._unsure = self._held = True
             logger.info("the spool waits: %s", error)
             return max(self.breaker.wait_s, RETRY_S)
         finally:
             await asyncio.shield(self.spool.remove(acked))
             self.sent += len(acked)
         if refusal is not None:
+            self._door.set()
             await self._refused(*refusal)
         return 0.0
 

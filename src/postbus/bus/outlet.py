@@ -121,7 +121,10 @@ class RemoteOutlet:
         clock = self._log.store.clock
         since, at_us = await self._log.heads(stream), clock.now_us()
         ids = [clock.new_id() for _ in drafts]
-        kept = list(zip(ids, (_dated(draft, at_us) for draft in drafts), strict=True))
+
+        def kept() -> list[tuple[str, Draft]]:
+            return list(zip(ids, (_dated(draft, at_us) for draft in drafts), strict=True))
+
         return await self.relay.hand_over(stream, kept, lambda: self._remote.send_all(stream, ids, drafts), since)
 
     def keep(self, tx: Transaction, stream: str, drafts: Sequence[Draft]) -> list[Receipt]:

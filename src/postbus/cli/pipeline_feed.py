@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from postbus.cli import output
-from postbus.cli.options import DATA, TENANT, Data, Json, Tenant, examples, moment_of
+from postbus.cli.options import DATA, TENANT, Data, Json, Tenant, examples, folder_of, moment_of
 from postbus.cli.output import count
 from postbus.cli.pipeline_options import (
     LAKE,
@@ -74,7 +74,7 @@ def ingest(
     stream = stream_of(into)
     if kind not in {None, "jsonl", "csv", "parquet"}:
         raise typer.BadParameter(f"{kind!r} is not jsonl, csv or parquet", param_hint="'--format'")
-    aside = quarantine or str(Path(data) / "quarantine" / f"{into}.jsonl")
+    aside = quarantine or str(Path(folder_of(data)) / "quarantine" / f"{into}.jsonl")
     settings = settings_of(master, remote, memory, ui=ui)
     from postbus.spark.jobs.ingest import ingest, splits  # noqa: PLC0415 - needs the extra
 

@@ -228,19 +228,22 @@ def _chain(terms: tuple[Evaluate, ...], *, decisive: bool) -> Evaluate:
 
     def evaluate(view: View) -> Any:
         failure: BaseException | None = None
-        for term in terms:
-            try:
-                value = term(view)
-            except FAULTS as error:
-                failure = error
-                continue
-            if value is decisive:
-                return decisive
-            if value is not other:
-                failure = Fault(f"a bool is wanted, not a value of type {kind(value)}")
-        if failure is not None:
-            raise failure
-        return other
+        try:
+            for term in terms:
+                try:
+                    value = term(view)
+                except FAULTS as error:
+                    failure = error
+                    continue
+                if value is decisive:
+                    return decisive
+                if value is not other:
+                    failure = Fault(f"a bool is wanted, not a value of type {kind(value)}")
+            if failure is not None:
+                raise failure
+            return other
+        finally:
+            failure = None  # or it and this frame would hold each other until the collector comes
 
     return evaluate
 
@@ -278,14 +281,15 @@ def _loop(items: Evaluate, name: str, body: Evaluate, cost: int, *, every: bool)
                         return decisive
                 except FAULTS as error:
                     failure = error
+            if failure is not None:
+                raise failure
+            return every
         finally:
+            failure = None  # as above
             if hidden:
                 scope[name] = before
             else:
                 scope.pop(name, None)
-        if failure is not None:
-            raise failure
-        return every
 
     return evaluate
 

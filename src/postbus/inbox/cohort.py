@@ -17,17 +17,30 @@ if TYPE_CHECKING:
 __all__ = ["Cohort", "Member", "match_one", "resource_of"]
 
 
+REASONS_MAX = 1_000
+
+
 class Member:
     """A subscription with its compiled filters and the number of its agent."""
 
-    __slots__ = ("agent_no", "filter", "subscription", "terminal")
+    __slots__ = ("_reasons", "agent_no", "filter", "subscription", "terminal")
 
     def __init__(self, subscription: InboxSubscription, agent_no: int) -> None:
         self.subscription = subscription
         self.agent_no = agent_no
         self.filter = compile_filter(subscription.filter)
+        self._reasons: dict[str, str] = {}
         ending = subscription.cleanup.on_terminal if subscription.cleanup is not None else None
         self.terminal: Filter | None = compile_filter(ending) if ending is not None else None
+
+    def reason(self, topic: str) -> str:
+        """Return why an event of this topic is for the agent."""
+        known = self._reasons.get(topic)
+        if known is None:
+            if len(self._reasons) >= REASONS_MAX:
+                self._reasons.clear()
+            known = self._reasons[topic] = _reason(self.subscription, topic)
+        return known
 
 
 class Cohort:
@@ -94,12 +107,15 @@ def _match(view: View, event: Event, agent_no: int, members: list[Member]) -> Ma
     names = tuple(member.subscription.id for member in members)
     digest = next((one.subscription.digest for one in members if one.subscription.digest is not None), None)
     resource = resource_of(view, digest.by) if digest is not None else None
-    reason = "; ".join(dict.fromkeys(_reason(one.subscription, event) for one in members))
+    if len(members) == 1:
+        reason = members[0].reason(event.topic)
+    else:
+        reason = "; ".join(dict.fromkeys(one.reason(event.topic) for one in members))
     return Match(event.offset, agent_no, names, reason, digest, resource)
 
 
-def _reason(subscription: InboxSubscription, event: Event) -> str:
-    parts = [f"topic {event.topic} matches {subscription.pattern}"]
+def _reason(subscription: InboxSubscription, topic: str) -> str:
+    parts = [f"topic {topic} matches {subscription.pattern}"]
     parts += [f"{part} filter" for part in ("metadata", "payload") if part in subscription.filter]
     if "expr" in subscription.filter:
         parts.append("expr")

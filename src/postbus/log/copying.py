@@ -140,14 +140,11 @@ class _Remote:
             await self.write(stream, partition, [_filler(stream.name, partition, number) for number in numbers])
 
     async def write(self, stream: Stream, partition: int, events: Sequence[Event]) -> None:
-        restore = getattr(self._upstream, "restore", None)
-        if restore is not None:
-            await restore(stream, partition, events, [self._clock.new_id() for _ in events])
-            return
         for created_at_us, run in groupby(events, attrgetter("created_at_us")):
             group = list(run)
             ids = [self._clock.new_id() for _ in group]
-            receipts = await self._upstream.append(stream, [_draft(event) for event in group], ids, created_at_us)
+            drafts = [_draft(event) for event in group]
+            receipts = await self._upstream.append(stream, drafts, ids, created_at_us, partition)
             for event, receipt in zip(group, receipts, strict=True):
                 if (receipt.partition, receipt.offset) != (partition, event.offset):
                     raise Conflict(

@@ -21,6 +21,7 @@ REAL = SystemClock()  # whatever the store's clock says: a network does not wait
 BATCH_MIN, BATCH_MAX = 16, 2000
 BATCH_BYTES = 8 * 1024 * 1024
 WAIT_S = 30.0
+BUSY_S, LULL_S = 0.01, 0.002
 PAUSE_S, PAUSE_S_MAX = 0.05, 1.0
 
 
@@ -33,6 +34,7 @@ class Follower:
         self._log = log
         self._partition = partition
         self._limit = 256
+        self._copied_s = 0.0
         self._nudge = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -77,8 +79,8 @@ class Follower:
             events = await upstream.fetch(self.stream, self._partition, head, self._limit)
             if events and events[0].offset <= head:
                 head = await log.apply(self.stream, self._partition, events)
-                self.away = None
-                if self._again(events):
+                self.away, came = None, False
+                if self._again(events) or await self._lull(len(events)):
                     continue
             elif events or came:
                 before, head = head, await self._pass_gap(head)
@@ -87,6 +89,15 @@ class Follower:
             came = await upstream.wait(self.stream, self._partition, head, WAIT_S)
             if not came:
                 return
+
+    async def _lull(self, count: int) -> bool:
+        """Let a few more come while they come one by one in quick succession; say whether it did."""
+        now_s = REAL.monotonic_s()
+        busy, self._copied_s = now_s - self._copied_s < BUSY_S, now_s
+        if count >= BATCH_MIN or not busy:
+            return False
+        await REAL.sleep(LULL_S)
+        return True
 
     def _again(self, events: list[Event]) -> bool:
         """Choose the next batch's size by what the events take; say whether there may be more at once."""

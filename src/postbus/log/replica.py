@@ -246,8 +246,8 @@ class ReplicaLog(MirrorLog):
         if stays_here(stream):
             return await super().append(stream, drafts)
         self._check_open()
-        await self._stream(stream)
         if not drafts:
+            await self._stream(stream)
             return []
         if self.outlet is not None:
             return await self.outlet.append(stream, drafts)
@@ -309,9 +309,12 @@ class ReplicaLog(MirrorLog):
 
     async def heads(self, stream: str) -> list[int]:
         """Return where the copy's partitions end; never ahead of the remote."""
-        count = (await self._stream(stream)).settings.partitions
-        where = super()._where
-        return [(await where(stream, partition))[1] for partition in range(count)]
+        extents = self._published.extents
+        found: list[int] = []
+        for partition in range((await self._stream(stream)).settings.partitions):
+            extent = extents.get((stream, partition))
+            found.append((extent or await super()._where(stream, partition))[1])
+        return found
 
     async def transact(self, call: Callable[[Transaction], T], *, grows: bool = False) -> T:
         """See ``SqliteLog.transact``; appends to streams of the remote are kept for it in the same transaction."""
@@ -446,6 +449,9 @@ class ReplicaLog(MirrorLog):
 
     async def _stream(self, name: str) -> Stream:
         """Return a stream; one that is not known here may have been made elsewhere."""
+        known = self._published.streams.get(name)
+        if known is not None:
+            return known
         try:
             return await super()._stream(name)
         except NotFound:

@@ -39,12 +39,20 @@ class Upstream(Protocol):
     async def delete_stream(self, name: str) -> None:
         """Remove a stream, its events and its identities; its epoch stays remembered. Raises ``NotFound``."""
 
-    async def append(self, stream: Stream, drafts: Sequence[Draft], ids: Sequence[str], now_us: int) -> list[Receipt]:
+    async def append(
+        self,
+        stream: Stream,
+        drafts: Sequence[Draft],
+        ids: Sequence[str],
+        now_us: int,
+        partition: int | None = None,
+    ) -> list[Receipt]:
         """Append events in order and return their receipts once the remote has acknowledged all of them.
 
         Identities hold as in ``Log.append``, without a limit of time and also after a trim; ``now_us`` becomes the
         events' ``created_at``. ``ids`` has one text per draft that travels with the event and is unique to this
         attempt to publish: after ``Unreachable`` nobody knows which of the events are there, ``find`` says it.
+        All go to ``partition`` when it is given, whatever their keys: for copies of another log.
         Raises ``IdempotencyConflict``, ``NotFound`` (also when the epoch is another by now), ``StorageFull``,
         ``Refused`` for what the remote will never take.
         """

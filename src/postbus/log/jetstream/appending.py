@@ -63,17 +63,23 @@ class Appending:
         self._batches = asyncio.Semaphore(BATCHES_AT_ONCE)
 
     async def append(
-        self, stream: Stream, drafts: Sequence[Draft], ids: Sequence[str], now_us: int, limit: asyncio.Timeout
+        self,
+        stream: Stream,
+        drafts: Sequence[Draft],
+        ids: Sequence[str],
+        now_us: int,
+        limit: asyncio.Timeout,
+        forced: int | None = None,
     ) -> list[Receipt]:
         """See ``Upstream.append``; what is refused leaves nothing, unless somebody else appends it at the same time."""
         if len(drafts) == 1:
-            return [await self._append_one(stream, drafts[0], ids[0], now_us)]
+            return [await self._append_one(stream, drafts[0], ids[0], now_us, forced)]
         verdicts, _ = resolve_identities(stream.name, drafts, _nobody)
         groups: dict[int, list[_Item]] = {}
         bytes_max = (await self._link.client()).max_payload - FRAME_BYTES
         for index, draft in enumerate(drafts):
             if verdicts[index] is None:
-                partition = self._partition(draft, stream.settings.partitions)
+                partition = self._partition(draft, stream.settings.partitions) if forced is None else forced
                 groups.setdefault(partition, []).append(_item(index, draft, ids[index], now_us, bytes_max))
         receipts: dict[int, Receipt] = {}
         gates: dict[int, Gate] = {}
@@ -91,9 +97,11 @@ class Appending:
                 receipts[index] = msgspec.structs.replace(receipts[verdict], duplicate=True)
         return [receipts[index] for index in range(len(drafts))]
 
-    async def _append_one(self, stream: Stream, draft: Draft, append_id: str, now_us: int) -> Receipt:
+    async def _append_one(
+        self, stream: Stream, draft: Draft, append_id: str, now_us: int, forced: int | None
+    ) -> Receipt:
         item = _item(0, draft, append_id, now_us, (await self._link.client()).max_payload - FRAME_BYTES)
-        partition = self._partition(draft, stream.settings.partitions)
+        partition = self._partition(draft, stream.settings.partitions) if forced is None else forced
         gate = await self._gates.get(stream, partition)
         receipts: dict[int, Receipt] = {}
         items = await self._without_moved(stream, partition, gate, [item], receipts)

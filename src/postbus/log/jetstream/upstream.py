@@ -86,7 +86,14 @@ class JetStream:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    async def append(self, stream: Stream, drafts: Sequence[Draft], ids: Sequence[str], now_us: int) -> list[Receipt]:
+    async def append(
+        self,
+        stream: Stream,
+        drafts: Sequence[Draft],
+        ids: Sequence[str],
+        now_us: int,
+        partition: int | None = None,
+    ) -> list[Receipt]:
         """See ``Upstream.append``.
 
         Many events of one partition go in batches of up to 1000, each taken as a whole, where that is faster; a refused
@@ -102,7 +109,7 @@ class JetStream:
                 self.url,
             )
         async with self._link.bounded() as limit:
-            return await self._appending.append(stream, drafts, ids, now_us, limit)
+            return await self._appending.append(stream, drafts, ids, now_us, limit, partition)
 
     async def find(self, stream: Stream, ids: Sequence[str], since: Sequence[int]) -> dict[str, tuple[int, int]]:
         """See ``Upstream.find``: shuts out what is still on its way, then reads what is there."""

@@ -28,8 +28,9 @@ __all__ = ["Call", "Line"]
 class Call:
     """One append: what was given, and the receipts it gets."""
 
-    def __init__(self, drafts: Sequence[Draft], ids: Sequence[str], now_us: int) -> None:
+    def __init__(self, drafts: Sequence[Draft], ids: Sequence[str], now_us: int, partition: int | None = None) -> None:
         self.drafts = drafts
+        self.partition = partition
         self.ids = ids
         self.now_us = now_us
         self.answer: asyncio.Future[list[Receipt]] = asyncio.get_running_loop().create_future()
@@ -129,7 +130,7 @@ class Line:
                 continue
             verdicts[call] = verdict
             new += (
-                _New(call, at, self._place(draft), digests.get(at, b""))
+                _New(call, at, self._place(draft) if call.partition is None else call.partition, digests.get(at, b""))
                 for at, (draft, known) in enumerate(zip(call.drafts, verdict, strict=True))
                 if known is None
             )

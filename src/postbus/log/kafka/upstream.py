@@ -47,6 +47,7 @@ __all__ = ["Kafka"]
 FIND_PAGE = 5_000
 ATTEMPTS = 20
 ANSWER_S = 5.0
+STILL_S = 0.5
 _TOO_LARGE = {KafkaError.MSG_SIZE_TOO_LARGE, KafkaError.INVALID_MSG_SIZE, KafkaError.RECORD_LIST_TOO_LARGE}
 _REFUSALS = {
     KafkaError.INVALID_RECORD,
@@ -180,15 +181,23 @@ class Kafka:
 
     # --- appending ---
 
-    async def append(self, stream: Stream, drafts: Sequence[Draft], ids: Sequence[str], now_us: int) -> list[Receipt]:
+    async def append(
+        self,
+        stream: Stream,
+        drafts: Sequence[Draft],
+        ids: Sequence[str],
+        now_us: int,
+        partition: int | None = None,
+    ) -> list[Receipt]:
         """See ``Upstream.append``."""
         if not drafts:
             return []
         topic = await self._alive(stream)
         if any(draft.native_id is not None for draft in drafts):
-            return await self._identified(stream, topic, drafts, ids, now_us)
-        single = stream.settings.partitions == 1
-        places = [0] * len(drafts) if single else [self._place(stream, draft) for draft in drafts]
+            return await self._identified(stream, topic, Call(drafts, ids, now_us, partition))
+        if stream.settings.partitions == 1:
+            partition = 0
+        places = [self._place(stream, draft) if partition is None else partition for draft in drafts]
         records = [
             record_of(topic, place, draft, append_id, now_us, None)
             for draft, place, append_id in zip(drafts, places, ids, strict=True)
@@ -206,11 +215,9 @@ class Kafka:
             receipts.append(Receipt(stream.name, place, said, False, durability, now_us))
         return receipts
 
-    async def _identified(
-        self, stream: Stream, topic: str, drafts: Sequence[Draft], ids: Sequence[str], now_us: int
-    ) -> list[Receipt]:
-        for draft, append_id in zip(drafts, ids, strict=True):
-            record_of(topic, 0, draft, append_id, now_us, None)  # what is too large is refused before any is sent
+    async def _identified(self, stream: Stream, topic: str, call: Call) -> list[Receipt]:
+        for draft, append_id in zip(call.drafts, call.ids, strict=True):
+            record_of(topic, 0, draft, append_id, call.now_us, None)  # what is too large is refused before any is sent
         line = self._lines.get((stream.name, stream.epoch))
         if line is None:
             line = self._lines[stream.name, stream.epoch] = Line(
@@ -222,7 +229,6 @@ class Kafka:
                 lambda said: self._refusal(said, stream, topic),
             )
         line.durability = self._durability.get(topic, Durability.RELAXED)
-        call = Call(drafts, ids, now_us)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.answer_s):
                 return await line.append(call)
@@ -248,8 +254,9 @@ class Kafka:
 
     async def _still_there(self, stream: Stream) -> None:
         """After a missing answer: say when it is missing because the stream is gone."""
-        with contextlib.suppress(Unreachable):
-            await self._registry.refresh()
+        with contextlib.suppress(Unreachable, TimeoutError):
+            async with asyncio.timeout(STILL_S):  # whoever appends has waited for answer_s already
+                await self._registry.refresh()
             if self._registry.get(stream.name) != stream:
                 raise self._missing(stream)
 

@@ -14,6 +14,7 @@ from postbus.log.sqlite.trim import MOVE_BEGINNING, clamp, remove
 from postbus.model import Conflict
 from postbus.store.anchor import Mark
 from postbus.store.records import seal
+from postbus.store.writer import INLINE_WEIGHT_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,7 +110,8 @@ class MirrorLog(SqliteLog):
                 tx.adopt(stream.name, partition, fresh)
             return head + len(fresh)
 
-        applied: int = await self.store.submit(self._transaction_doors[True], write, len(events))
+        # On the writer's thread, however few they are: publishers to the remote need not wait for this disk.
+        applied: int = await self.store.submit(self._transaction_doors[True], write, INLINE_WEIGHT_MAX + 1)
         return applied
 
     async def leap(self, stream: Stream, partition: int, first: int) -> list[Gap]:

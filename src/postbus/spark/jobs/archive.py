@@ -111,6 +111,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 def standing(data: str, lake: Lake) -> list[Standing]:
     """Return how far the archive of each partition is."""
+    refresh(data)
     ends = _ends(lake.batches())
     with reading(folder_of(data)) as db:
         return [Standing(each.key, each.first, each.head, ends.get(each.key, 0)) for each in extents(db)]
