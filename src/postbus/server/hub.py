@@ -63,6 +63,7 @@ class Hub:
             self.inboxes.stop,
             self.carriers.stop,
         ]
+        self.troubles: dict[str, Callable[[], str | None]] = {}  # what else has to be well, by name
         self._buses: dict[str, EventBus] = {}
         self._opening = asyncio.Lock()
         self._closed = False

@@ -47,6 +47,10 @@ async def readyz(call: Call) -> Health:
         raise Refusal(503, "storage_failed", "a write failed; the store is read-only", headers={"retry-after": "5"})
     if writer.full:
         raise Refusal(503, "storage_full", "the disk is full; appends are refused", headers={"retry-after": "5"})
+    unwell = sorted(plugin for plugin, trouble in call.hub.troubles.items() if trouble())
+    if unwell:
+        message = f"silent or not well: {', '.join(unwell)}"
+        raise Refusal(503, "plugin_unwell", message, headers={"retry-after": "5"})
     await call.log.store.read(lambda db: db.execute("SELECT 1").get)
     outlet = outlet_of(call.log)
     return Health("ready", None if outlet is None else outlet.state)

@@ -198,6 +198,7 @@ class Reader:
             else:
                 consumer.incremental_unassign([lane.place])
             consumer.incremental_assign([place])
+            consumer.resume([place])  # a pause outlives the assignment it was made in
 
         lane.paused = False
         lane.begin(offset, self._order(move))
