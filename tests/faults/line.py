@@ -19,12 +19,12 @@ class Line:
         self._whole = True
         self._back = asyncio.Event()
         self._back.set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self.delay_s = 0.0
         self.held_bytes = 0
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._at)
+        self._server = await asyncio.start_server(self._accepted, "127.0.0.1", self._at)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
@@ -32,6 +32,9 @@ class Line:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.close()
+        self._whole = False
+        for _ in range(10):  # what was being accepted comes in
+            await asyncio.sleep(0)
         await self._end()
 
     async def cut(self) -> None:
@@ -49,15 +52,17 @@ class Line:
         self._back.clear()
 
     async def _end(self) -> None:
-        for task in list(self._tasks):
+        for task, writer in list(self._tasks.items()):
             task.cancel()
+            writer.transport.abort()  # also when the task has not begun
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._tasks[task] = writer
+        task.add_done_callback(self._tasks.pop)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         ends = [writer]
         ways: list[asyncio.Task[None]] = []
         try:
