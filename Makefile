@@ -6,7 +6,7 @@ READY := .venv/.ready
 # What `make run` starts, how many processes `make test` uses, what is passed on to pytest or the benchmarks, and how
 # coverage is measured (nothing: not at all, a fifth faster).
 RUN ?= postbus demo --pipeline
-JOBS ?= 2
+JOBS ?= 3
 ARGS ?=
 COV ?= --cov=postbus --cov-branch --cov-report=term
 

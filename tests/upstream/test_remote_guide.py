@@ -88,7 +88,9 @@ async def test_from_one_file_to_a_remote_as_the_guide_says(guide: Guide, tmp_pat
     assert (receipt.duplicate, receipt.offset) == (True, 0)
 
     client = await nats.connect(running_nats().url)
-    there = {found.config.name for found in await client.jetstream().streams_info()}
-    for named in re.findall(r"^\| `(postbus=[^`]+)` \|", guide.text, re.MULTILINE)[:2]:
-        assert named.replace("postbus=", f"{guide.prefix}=", 1) in there
-    await client.close()
+    try:
+        for named in re.findall(r"^\| `(postbus=[^`]+)` \|", guide.text, re.MULTILINE)[:2]:
+            name = named.replace("postbus=", f"{guide.prefix}=", 1)
+            assert (await client.jetstream().stream_info(name)).config.name == name
+    finally:
+        await client.close()

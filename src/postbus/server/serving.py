@@ -157,5 +157,7 @@ class Serving:
         self.hub.stopping.set()
         if self._task is not None:
             await self._task
+        for connection in list(self._server.server_state.connections):  # came as the end began, or outlived the grace
+            connection.transport.abort()
         for one in self.sockets:
             one.close()
