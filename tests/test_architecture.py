@@ -67,6 +67,7 @@ THIRD_PARTY: dict[str, tuple[str, ...]] = {
     "starlette": ("server/", "kernel/extensions/http/"),
     "uvicorn": ("server/", "cli/", "kernel/extensions/http/"),
     "uvloop": ("server/", "cli/"),
+    "cryptography": ("kernel/vault",),
     "yaml": ("kernel/",),
     "typer": ("cli/",),
     "rich": ("cli/",),

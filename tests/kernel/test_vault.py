@@ -236,15 +236,16 @@ async def test_no_trace_of_a_secret_anywhere_on_disk(host: Path, tmp_path: Path)
             assert [letter.topic for letter in await kit.kit.dead()] == ["mail.send"]
             vault = data / "kernel" / "vault" / "smtp.secret"
             assert (data / "postbus.db-wal").stat().st_size > 0
-            assert traces(tmp_path, CANARY) == [vault]  # while it runs: the WAL, the log, the report
+            assert traces(tmp_path, CANARY) == []  # while it runs: the WAL, the log, the report, the vault itself
             backup(data, tmp_path / "backup")
     finally:
         root.removeHandler(logs)
         root.setLevel(level)
         logs.close()
     assert "mail server is away" in (tmp_path / "logs" / "app.log").read_text("utf-8")
-    assert traces(tmp_path, CANARY) == [vault]
+    assert traces(tmp_path, CANARY) == []
     assert stat.S_IMODE(vault.stat().st_mode) == 0o600
+    assert stat.S_IMODE(vault.parent.with_suffix(".key").stat().st_mode) == 0o600
     assert stat.S_IMODE(vault.parent.stat().st_mode) == 0o700
 
 
@@ -265,6 +266,22 @@ async def test_put_get_delete(tmp_path: Path) -> None:
     assert await vault.delete("a") is False
     with pytest.raises(NotFound):
         await vault.get("a", reader="x")
+
+
+async def test_without_its_key_a_secret_is_not_to_be_read(tmp_path: Path) -> None:
+    vault = Vault(lambda: tmp_path / "vault")
+    await vault.put("a", CANARY, owner="x")
+    assert traces(tmp_path, CANARY) == []
+    key = tmp_path / "vault.key"
+    kept = key.read_bytes()
+    key.write_bytes(b"rubbish")
+    with pytest.raises(StorageError, match=r"vault\.key is not the key"):
+        await vault.get("a", reader="x")
+    key.unlink()
+    with pytest.raises(StorageError, match="cannot be read"):
+        await vault.get("a", reader="x")
+    key.write_bytes(kept)
+    assert await vault.get("a", reader="x") == CANARY
 
 
 async def test_two_at_once_leave_one_whole_secret(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The vault: secrets in files of their own that only the owner of the process can read, and nowhere else."""
+"""The vault: encrypted secrets in files of their own that only the owner of the process can read, and nowhere else."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import msgspec
+from cryptography.fernet import Fernet, InvalidToken
 
 from postbus.model import Conflict, Forbidden, Invalid, LimitExceeded, NotFound, StorageError
 from postbus.topics import check_id
@@ -35,7 +36,8 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True):
 class Vault:
     """See ``SecretVault``. One file per secret, mode 0600, in a folder of mode 0700; replaced whole or not at all.
 
-    Nothing it raises or logs holds a secret.
+    They are encrypted under a key in a file beside the folder, so that no secret can be read from a copy of the folder
+    alone. Nothing it raises or logs holds a secret.
     """
 
     def __init__(self, folder: Callable[[], Path]) -> None:
@@ -53,7 +55,7 @@ class Vault:
             if known is not None and known.owner != owner:
                 message = f"the secret {secret_id} belongs to {known.owner}"
                 raise Conflict(message, hint="ask for one of another name")
-            _write(path, msgspec.json.encode(kept))
+            _write(path, _cipher(path).encrypt(msgspec.json.encode(kept)))
 
         async with self._writing:
             await asyncio.to_thread(write)
@@ -117,12 +119,34 @@ def _read(path: Path) -> _Kept | None:
     except OSError as error:
         raise StorageError(f"the vault cannot be read: {error.strerror}") from None
     try:
-        return msgspec.json.decode(raw, type=_Kept)
-    except msgspec.MsgspecError:
+        return msgspec.json.decode(_cipher(path).decrypt(raw), type=_Kept)
+    except (msgspec.MsgspecError, InvalidToken):
         pass
     raise StorageError(
         f"the file of the secret {path.stem} cannot be read", hint="remove it and ask for the secret anew"
     )
+
+
+def _cipher(path: Path) -> Fernet:
+    """Return what locks and unlocks the files of a vault; its key is made when it is asked for first."""
+    place = path.parent.with_suffix(".key")
+    try:
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            handle, fresh = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)  # of mode 0600
+            with os.fdopen(handle, "wb") as file:
+                file.write(Fernet.generate_key())
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):  # another process has made one meanwhile
+                os.link(fresh, place)
+            os.unlink(fresh)  # noqa: PTH108 - the name that mkstemp gave
+        return Fernet(place.read_bytes())
+    except OSError as error:
+        raise StorageError(f"the vault's key cannot be read or written: {error.strerror}") from None
+    except ValueError:
+        pass
+    raise StorageError(f"{place.name} is not the key of a vault", hint="restore it, or remove the vault and ask anew")
 
 
 def _write(path: Path, raw: bytes) -> None:
