@@ -1,4 +1,4 @@
-"""A real MCP server on standard input and output, for the tests of the extension that calls tools of such servers."""
+"""A real MCP server on standard input and output, or on the port it is given, to test those who call its tools."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def main() -> None:
         server.add_tool(tool)
     sys.stderr.write("the desk is open\n")
     sys.stderr.flush()
-    server.run("stdio")
+    if len(sys.argv) > 1:
+        server.run("streamable-http", port=int(sys.argv[1]))
+    else:
+        server.run("stdio")
 
 
 if __name__ == "__main__":

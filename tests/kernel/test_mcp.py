@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,8 @@ from postbus.model import SchemaMismatch
 from tests.kernel.kernel_kit import write_extension
 from tests.kernel.real_kernel import Chat, real_kernel, settings_of, until
 
-SERVER = {"command": sys.executable, "args": [str(Path(__file__).with_name("mcp_desk.py"))]}
+DESK = str(Path(__file__).with_name("mcp_desk.py"))
+SERVER = {"command": sys.executable, "args": [DESK]}
 CHANNEL = """
     class Channel:
         channel_id = "chat"
@@ -90,6 +95,36 @@ async def test_tools_of_a_server_are_called_after_a_human_allowed_it(tmp_path: P
             await kernel.call_tool("desk__refuse", {"why": "again"}, caller="test")
     log = tmp_path / "data" / "kernel" / "extensions" / "mcp" / "desk.log"
     assert "the desk is open" in log.read_text()
+
+
+async def test_a_server_behind_a_url_that_ends_and_comes_back(tmp_path: Path, project: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, DESK, str(port)]
+    desk = {"url": f"http://127.0.0.1:{port}/mcp", "approval": "never"}
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - our own server
+    try:
+        async with real_kernel(tmp_path, project, servers(desk=desk)) as kernel:
+            await until(kernel.tools.specs, "the server")
+            assert await kernel.call_tool("desk__add", {"a": 1, "b": 2}, caller="test") == {"result": 3}
+            with pytest.raises(PostbusError, match="refuse of desk failed"):
+                await kernel.call_tool("desk__refuse", {"why": "no"}, caller="test")
+            child.kill()
+            child.wait()
+            with pytest.raises(PostbusError):
+                await kernel.call_tool("desk__add", {"a": 1, "b": 2}, caller="test")
+            child = subprocess.Popen(command, stderr=subprocess.DEVNULL)  # noqa: ASYNC220 - as above
+            answer = None
+            async with asyncio.timeout(120):
+                while answer is None:
+                    with contextlib.suppress(PostbusError):
+                        answer = await kernel.call_tool("desk__add", {"a": 2, "b": 2}, caller="test")
+                    await asyncio.sleep(0.05)
+            assert answer == {"result": 4}
+    finally:
+        child.kill()
+        child.wait()
 
 
 async def test_a_secret_is_asked_for_and_reaches_only_the_server(tmp_path: Path, project: Path) -> None:
