@@ -43,7 +43,7 @@ class _Session:
     """A session in a process of its own."""
 
     def __init__(self, cores: int) -> None:
-        command = [sys.executable, "-m", "benchmarks.spark_worker", f"local[{cores},4]"]
+        command = [sys.executable, "-m", "benchmarks.spark_worker", str(cores)]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1)
         atexit.register(self.close)

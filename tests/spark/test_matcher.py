@@ -74,6 +74,14 @@ def test_only_what_matches_is_left_with_the_columns_it_had(spark: SparkSession, 
     assert nothing.count() == 0
 
 
+def test_only_the_columns_that_are_wanted_travel_on(spark: SparkSession, office: Office) -> None:
+    fill(office)
+    whole = matched(office.read(spark), RULES[:2]).select("offset", "topic", "matched_by")
+    few = matched(office.read(spark), RULES[:2], keep=("offset", "topic"))
+    assert few.schema == whole.schema
+    assert sorted(few.collect()) == sorted(whole.collect())
+
+
 def test_a_bad_rule_is_refused_before_a_task_runs(spark: SparkSession, office: Office) -> None:
     office.stream(ORDERS)
     with pytest.raises(InvalidFilter):

@@ -18,7 +18,7 @@ from postbus.spark.schema import COLUMNS
 from postbus.topics import check_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from pyspark.sql import DataFrame
 
@@ -40,18 +40,20 @@ class Rule(msgspec.Struct, frozen=True):
         compile_filter(self.filter)
 
 
-def matched(events: DataFrame, rules: list[Rule]) -> DataFrame:
+def matched(events: DataFrame, rules: list[Rule], keep: Sequence[str] | None = None) -> DataFrame:
     """Return the events that match any rule, with ``matched_by``: the ids of those rules, in their order.
 
-    ``events`` needs the columns of an event; columns beyond them are passed through. Raises ``InvalidFilter``.
+    ``events`` needs the columns of an event. All its columns are passed on, or those named by ``keep``: a payload that
+    nobody wants need not travel on. Raises ``InvalidFilter``.
     """
     for rule in rules:
         rule.check()
     from pyspark.sql.types import ArrayType, StringType, StructField, StructType  # noqa: PLC0415 - names for one use
 
-    schema = StructType([*events.schema.fields, StructField("matched_by", ArrayType(StringType()))])
+    kept = list(events.columns if keep is None else keep)
+    schema = StructType([*(events.schema[name] for name in kept), StructField("matched_by", ArrayType(StringType()))])
     raw = msgspec.json.encode(rules)
-    return events.mapInArrow(lambda batches: _match(batches, raw), schema)
+    return events.mapInArrow(lambda batches: _match(batches, raw, kept), schema)
 
 
 def only_matching(events: DataFrame, rule: Rule) -> DataFrame:
@@ -84,7 +86,7 @@ def undisturbed() -> Iterator[None]:
         gc.enable()
 
 
-def _match(batches: Iterator[pa.RecordBatch], raw: bytes) -> Iterator[pa.RecordBatch]:
+def _match(batches: Iterator[pa.RecordBatch], raw: bytes, columns: list[str]) -> Iterator[pa.RecordBatch]:
     index: FilterIndex[str] = FilterIndex()
     for rule in msgspec.json.decode(raw, type=list[Rule]):
         index.add(rule.id, rule.pattern, compile_filter(rule.filter))
@@ -94,5 +96,5 @@ def _match(batches: Iterator[pa.RecordBatch], raw: bytes) -> Iterator[pa.RecordB
             names = [index.match(event) for event in events_of(batch)]
         places = [place for place, found in enumerate(names) if found]
         if places:
-            kept = batch.take(pa.array(places, pa.int32()))
+            kept = batch.select(columns).take(pa.array(places, pa.int32()))
             yield kept.append_column(pa.field("matched_by", kind), pa.array([names[place] for place in places], kind))
