@@ -60,6 +60,6 @@ clean: ## remove everything that make made
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage .coverage.* build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml requirements/dev.txt tools/setup tools/services.py deploy/kafka/pom.xml
+$(READY): pyproject.toml requirements/dev.txt tools/setup tools/services.py deploy/kafka/pom.xml deploy/spark/pom.xml
 	@tools/setup
 	@touch $@

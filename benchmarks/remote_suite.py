@@ -250,10 +250,16 @@ class BareKafka(Work):
         reader = self._reader()
         while not self._ended.is_set():
             found = reader.consume(BATCH, 0.005)
+            for message in found:
+                self._give(message)
             if found:
                 reader.commit(message=found[-1], asynchronous=True)
                 self._loop.call_soon_threadsafe(self.handle, len(found))
         reader.close()
+
+    def _give(self, message: Any) -> None:
+        """Be the handler, which is given the payload and the facts of one event."""
+        _ = message.value(), msgspec.json.decode(message.headers()[0][1]), message.timestamp()
 
     def _produce(self, number: int, told: Callable[..., Any] | None = None) -> None:
         payload = PAYLOADS[number % len(PAYLOADS)]
@@ -281,7 +287,7 @@ class BareKafka(Work):
         reader, found = self._reader(), 0
         while found < count:
             for message in reader.consume(BATCH, 1.0):
-                _ = message.value(), msgspec.json.decode(message.headers()[0][1]), message.timestamp()
+                self._give(message)
                 found += 1
         reader.close()
 

@@ -1,7 +1,8 @@
 """A real NATS server and a real Kafka broker on free loopback ports, for the tests and for trying things out.
 
-`make services` runs both until Ctrl-C; `python tools/services.py fetch` gets Kafka's jars with Maven, once, into the
-user's cache. The data is in a temporary folder and goes with them; every process is ended by its own id.
+`make services` runs both until Ctrl-C; `python tools/services.py fetch` gets Kafka's jars and those of Spark's Kafka
+source with Maven, once, into the user's cache. The data is in a temporary folder and goes with them; every process is
+ended by its own id.
 """
 
 from __future__ import annotations
@@ -17,9 +18,20 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
-__all__ = ["KafkaServer", "Missing", "NatsServer", "Server", "fetch_kafka"]
+__all__ = [
+    "KafkaServer",
+    "Missing",
+    "NatsServer",
+    "Server",
+    "connector_jars",
+    "fetch_connector",
+    "fetch_kafka",
+]
 
-POM = Path(__file__).parents[1] / "deploy" / "kafka" / "pom.xml"
+DEPLOY = Path(__file__).parents[1] / "deploy"
+POM = DEPLOY / "kafka" / "pom.xml"
+CONNECTOR_POM = DEPLOY / "spark" / "pom.xml"
+FETCH = "run .venv/bin/python tools/services.py fetch (it needs Java and Maven)"
 PORTS = range(20_000, 32_000)  # below those the system gives to outgoing connections, so that a restart gets its own
 START_S = 120.0
 STOP_S = 60.0
@@ -209,30 +221,48 @@ class KafkaServer(Server):
         return [java, *HEAP, *archive, QUIET, "-cp", path, "kafka.Kafka", str(self._settings)]
 
 
-# --- Kafka's jars ---------------------------------------------------------------------------------------------------
+# --- jars -------------------------------------------------------------------------------------------------------------
 
 
 def kafka_version() -> str:
     """Return the version that deploy/kafka/pom.xml asks for."""
-    found = ET.parse(POM).getroot().findtext("{http://maven.apache.org/POM/4.0.0}version")  # noqa: S314 - our own file
-    if not found:
-        raise Missing(f"{POM} names no version")
-    return found
+    return _version(POM)
 
 
 def kafka_folder() -> Path:
     """Return where the jars of that version are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "postbus" / f"kafka-{kafka_version()}"
+    return _cache() / f"kafka-{kafka_version()}"
 
 
 def kafka_jars() -> list[Path]:
     """Return the jars in a fixed order. Raises ``Missing`` when they were not fetched yet."""
-    jars = sorted(kafka_folder().glob("*.jar"))
+    return _jars(kafka_folder(), "Kafka's jars are")
+
+
+def connector_jars() -> list[Path]:
+    """Return the jars of Spark's Kafka source. Raises ``Missing`` when they were not fetched yet."""
+    return _jars(_connector_folder(), "Spark's Kafka connector is")
+
+
+def _connector_folder() -> Path:
+    return _cache() / f"spark-kafka-{_version(CONNECTOR_POM)}"
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")) / "postbus"
+
+
+def _version(pom: Path) -> str:
+    found = ET.parse(pom).getroot().findtext("{http://maven.apache.org/POM/4.0.0}version")  # noqa: S314 - our own file
+    if not found:
+        raise Missing(f"{pom} names no version")
+    return found
+
+
+def _jars(folder: Path, what: str) -> list[Path]:
+    jars = sorted(folder.glob("*.jar"))
     if not jars:
-        raise Missing(
-            "Kafka's jars are not here: run .venv/bin/python tools/services.py fetch (it needs Java and Maven)"
-        )
+        raise Missing(f"{what} not here: {FETCH}")
     return jars
 
 
@@ -253,26 +283,40 @@ def class_archive(java: str) -> Path:
 
 def fetch_kafka() -> Path:
     """Get the jars with Maven unless they are there, and return their folder. Raises ``Missing``."""
-    folder = kafka_folder()
     java = find_java()
-    if not folder.exists():
-        maven = shutil.which("mvn")
-        if maven is None:
-            raise Missing("there is no Maven, which gets Kafka for its tests: install maven")
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
-        goal = ["dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={made}"]
-        ran = subprocess.run([maven, "-q", "-B", "-f", str(POM), *goal], capture_output=True, text=True, check=False)  # noqa: S603 - fixed
-        if ran.returncode or not list(made.glob("kafka_*.jar")):
-            shutil.rmtree(made)
-            raise Missing(f"Maven could not get Kafka's jars: {(ran.stdout + ran.stderr).strip()[-500:]}")
-        try:
-            made.rename(folder)
-        except OSError:  # somebody else was faster
-            shutil.rmtree(made)
+    folder = kafka_folder()
+    _fetch(POM, folder, "kafka_*.jar")
     if not class_archive(java).exists():
         _keep_classes(java)
     return folder
+
+
+def fetch_connector() -> Path:
+    """Get Spark's Kafka source with Maven unless it is there, and return the folder of its jars. Raises ``Missing``."""
+    find_java()
+    folder = _connector_folder()
+    _fetch(CONNECTOR_POM, folder, "spark-sql-kafka-*.jar")
+    return folder
+
+
+def _fetch(pom: Path, folder: Path, witness: str) -> None:
+    """Copy what a pom names into a folder that is not there yet, whole or not at all."""
+    if folder.exists():
+        return
+    maven = shutil.which("mvn")
+    if maven is None:
+        raise Missing(f"there is no Maven, which gets {folder.name} for the tests: install maven")
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+    goal = ["dependency:copy-dependencies", "-DincludeScope=runtime", f"-DoutputDirectory={made}"]
+    ran = subprocess.run([maven, "-q", "-B", "-f", str(pom), *goal], capture_output=True, text=True, check=False)  # noqa: S603 - fixed
+    if ran.returncode or not list(made.glob(witness)):
+        shutil.rmtree(made)
+        raise Missing(f"Maven could not get {folder.name}: {(ran.stdout + ran.stderr).strip()[-500:]}")
+    try:
+        made.rename(folder)
+    except OSError:  # somebody else was faster
+        shutil.rmtree(made)
 
 
 def _keep_classes(java: str) -> None:
@@ -320,6 +364,7 @@ def main(arguments: list[str]) -> int:
                 serve()
             case ["fetch"]:
                 fetch_kafka()
+                fetch_connector()
             case _:
                 print("usage: services.py [fetch]", file=sys.stderr)
                 return 2

@@ -6,6 +6,7 @@ Order in Postbus is the offset, never a clock: wall time is data, monotonic time
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from functools import cache
@@ -64,11 +65,24 @@ class SystemClock:
 
     def new_id(self) -> str:
         """Return 128 random bits as hexadecimal digits."""
-        return secrets.token_hex(16)
+        try:
+            return _ids.pop()
+        except IndexError:
+            bits = secrets.token_hex(16 * IDS_AHEAD)
+            fresh = [bits[start : start + 32] for start in range(0, len(bits), 32)]
+            own = fresh.pop()
+            _ids.extend(fresh)
+            return own
 
     def boot_id(self) -> str:
         """Return the kernel's boot id, or an id of this process where there is none."""
         return _boot_id()
+
+
+# Ids that nobody has taken yet: the system is asked for many at a time. A forked process must not take the same ones.
+IDS_AHEAD = 64
+_ids: list[str] = []
+os.register_at_fork(after_in_child=_ids.clear)
 
 
 @cache

@@ -56,7 +56,7 @@ class InterferenceRules(LogSuite):
         log, stream = case.log, await case.make(partitions=2)
         await log.ensure_consumer(stream, "reader", EARLIEST)
         rng = random.Random(11)
-        for turn in range(40):
+        for turn in case.rounds(40):
             calls: list[Coroutine[Any, Any, object]] = [
                 log.append(stream, [fact(turn, key="k", native_id="same"), fact(turn)]),
                 log.append(stream, batch(2, key="k")),
@@ -74,7 +74,7 @@ class InterferenceRules(LogSuite):
 
     async def test_a_recreated_stream_forgets_identities_that_were_being_written(self, case: Case) -> None:
         log, stream = case.log, await case.make()
-        for turn in range(30):
+        for turn in case.rounds(30):
             calls = [log.append(stream, [fact(turn, native_id="n")]), log.delete_stream(stream)]
             await together(calls[:: 1 if turn % 2 else -1])
             await log.ensure_stream(stream)
@@ -90,7 +90,7 @@ class InterferenceRules(LogSuite):
         for consumer in ("a", "b"):
             await log.ensure_consumer(stream, consumer, EARLIEST)
         receipts: list[Receipt] = []
-        for turn in range(60):
+        for turn in case.rounds(60):
             calls: list[Coroutine[Any, Any, object]] = [
                 log.append(stream, [fact(turn, key=f"k{turn % 5}") for _ in range(3)]),
                 log.append(stream, [fact(turn, native_id=f"n{turn // 3}")]),
@@ -113,7 +113,7 @@ class InterferenceRules(LogSuite):
         case.needs("retention")
         log, stream = case.log, await case.filled(10, retention_beats_consumers=True)
         await log.ensure_consumer(stream, "reader", EARLIEST)
-        for turn in range(40):
+        for turn in case.rounds(40):
             await together(
                 [
                     log.commit(stream, "reader", turn),
@@ -128,7 +128,7 @@ class InterferenceRules(LogSuite):
 
     async def test_a_consumer_deleted_and_made_again_while_others_commit(self, case: Case) -> None:
         log, stream = case.log, await case.filled(50)
-        for turn in range(40):
+        for turn in case.rounds(40):
             await together(
                 [
                     log.ensure_consumer(stream, "reader", EARLIEST),

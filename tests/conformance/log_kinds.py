@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlencode
@@ -92,6 +93,8 @@ class JetStreamKind(RemoteKind):
 
 class KafkaKind(RemoteKind):
     """On Kafka."""
+
+    features = replace(RemoteKind.features, pace=3)
 
     def server(self) -> str:
         return running_kafka().url

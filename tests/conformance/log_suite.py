@@ -16,6 +16,7 @@ from postbus.clock import Clock
 from postbus.log.contract import Log
 from postbus.model import Draft, Durability, Event, PartitionStats, Receipt, Start, StartPolicy, StreamSettings
 from tests.conformance.fake_clock import FakeClock
+from tests.faults.campaign import FULL
 
 __all__ = ["EARLIEST", "LATEST", "Case", "LogFeatures", "LogSuite", "at_offset", "at_time", "batch", "fact"]
 
@@ -36,6 +37,7 @@ class LogFeatures:
     audit: bool = False  # keeps a row of every move of a cursor, and ``audit`` reads them
     threads: bool = False  # one log object serves event loops in several threads
     multi_process: bool = False  # several logs, also in other processes, share the same data
+    pace: int = 1  # of that many rounds of a long test one is run, unless the campaign is a full one
 
 
 def at_offset(offset: int) -> Start:
@@ -80,6 +82,10 @@ class Case:
         """Skip the test when the kind does not declare the feature."""
         if not getattr(self.features, feature):
             pytest.skip(f"this kind does not declare {feature}")
+
+    def rounds(self, count: int) -> range:
+        """Return the turns of a long test."""
+        return range(count if FULL else max(count // self.features.pace, 1))
 
     async def make(self, leaf: str = "orders", **settings: Any) -> str:
         """Create a stream and return its name."""

@@ -69,7 +69,8 @@ class OutageSuite(UpstreamSuite):
         server.start()
         async with asyncio.timeout(PATIENCE_S):
             await until_up(early)
-        assert (await early.ensure_stream("shop.main.orders")).epoch == 0
+            stream = await retried(lambda: early.ensure_stream("shop.main.orders"))
+        assert stream.epoch == 0
         await early.close()
 
     async def test_a_server_that_hangs_is_an_outage(self, server: Server, hasty: Upstream, stream: Stream) -> None:

@@ -65,6 +65,48 @@ async def test_a_process_reads_what_it_has_appended(tmp_path: Path) -> None:
             assert (await log.ensure_consumer(STREAM, f"reader-{number}")).cursors[0].next_offset == number + 1
 
 
+@pytest.mark.parametrize("asked_again", [False, True])
+async def test_a_moments_silence_hides_nothing_that_the_process_has_appended(
+    tmp_path: Path, *, asked_again: bool
+) -> None:
+    """Whether the follower pauses after an answer that did not come, or has had one since and waits for more."""
+    server, url = serve()
+    async with node(url, tmp_path / "a") as log:
+        await log.ensure_stream(STREAM)
+        await log.append(STREAM, batch(1))
+        assert await payloads(log) == [0]
+        for number in range(1, 4):
+            server.stop()
+            async with server.grown:
+                server.grown.notify_all()
+            await until(lambda: log.away is not None)
+            server.calls.clear()
+            server.down = False  # and nobody is told
+            if asked_again:
+                await until(lambda: "wait" in server.calls)
+            await log.send(STREAM, [fact(number, native_id=f"n{number}")], [f"id-{number}"])
+            assert (await log.get_stream_stats(STREAM)).partitions[0].high_water_mark == number + 1
+
+
+async def test_a_reader_does_not_wait_for_what_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, url = serve()
+    async with node(url, tmp_path / "a") as log:
+        await log.ensure_stream(STREAM)
+        await log.append(STREAM, batch(1))
+        assert await payloads(log) == [0]
+
+        async def silent(*_: object) -> list[Event]:
+            raise Unreachable("it does not answer")
+
+        monkeypatch.setattr(log.upstream, "fetch", silent)
+        await log.send(STREAM, [fact(1, native_id="n")], ["id"])
+        assert await payloads(log) == [0]
+        assert log.away is not None
+        assert await payloads(log) == [0]
+        monkeypatch.undo()
+        await holds(log, [0, 1])
+
+
 async def test_a_node_that_comes_later_begins_at_what_is_left(tmp_path: Path) -> None:
     _, url = serve()
     async with node(url, tmp_path / "a") as a:

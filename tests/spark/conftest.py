@@ -4,12 +4,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from pyspark.sql import SparkSession
 
 from postbus.model import NotFound
 from postbus.spark.session import Settings, find_java, opened_session
 from tests.spark.office import Office
+from tools.services import Missing, connector_jars, fetch_connector
 
 HERE = Path(__file__).parent
 TEST_SETTINGS = Settings(master="local[2,4]", shuffle_partitions=2)
@@ -35,8 +37,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    with opened_session(TEST_SETTINGS) as session:
+    """The session of all tests here, with Spark's Kafka source when it was fetched."""
+    try:
+        more = {"spark.jars": ",".join(map(str, found_connector()))}
+    except Missing:
+        more = {}  # the tests that need it say so
+    with opened_session(msgspec.structs.replace(TEST_SETTINGS, more=more)) as session:
         yield session
+
+
+@pytest.fixture
+def connector() -> list[Path]:
+    """The jars of Spark's Kafka source; without them a laptop skips, and CI fails."""
+    try:
+        return found_connector()
+    except Missing as error:
+        if os.environ.get("CI") == "true":
+            pytest.fail(str(error))
+        pytest.skip(str(error))
+
+
+def found_connector() -> list[Path]:
+    if os.environ.get("CI") == "true":
+        fetch_connector()
+    return connector_jars()
 
 
 @pytest.fixture

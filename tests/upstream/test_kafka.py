@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, Producer
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaError, Producer
 from confluent_kafka.admin import AdminClient
 
 from postbus.log.kafka import Kafka
 from postbus.log.kafka.link import Record, Sending
 from postbus.log.kafka.names import identities_topic, topic_of
-from postbus.log.kafka.records import HOLE, REPEAT
+from postbus.log.kafka.records import HOLE, REPEAT, Looked, record_of
 from postbus.log.upstream import Upstream
-from postbus.model import Draft, Durability, IdempotencyConflict, Invalid, NotFound, Stream, StreamSettings
+from postbus.model import Draft, Durability, IdempotencyConflict, Invalid, NotFound, Refused, Stream, StreamSettings
 from tests.conformance.upstream import NOW_US, PATIENCE_S, UpstreamConformance, add, everything, fact, new_ids, numbers
 from tests.conformance.upstream_suite import Server, until_up
 from tests.services import KafkaServer, fresh_prefix, running_kafka
 
 pytestmark = pytest.mark.xdist_group("kafka")
-
-OUTAGES = {
-    "test_everything_survives_a_crash_of_the_server",
-    "test_an_outage_is_said_and_ends_by_itself",
-    "test_a_client_that_begins_in_an_outage",
-    "test_a_server_that_hangs_is_an_outage",
-    "test_after_an_unknown_outcome_find_says_what_is_there",
-}
 
 
 class TestKafka(UpstreamConformance):
@@ -42,10 +33,7 @@ class TestKafka(UpstreamConformance):
     payload_refused = "limit on Kafka"
 
     @pytest.fixture
-    def server(self, request: pytest.FixtureRequest) -> KafkaServer:
-        """The client library has aborted in an outage on a busy machine: those tests are for the campaign."""
-        if request.function.__name__ in OUTAGES and os.environ.get("POSTBUS_CAMPAIGN") != "full":
-            pytest.skip("outages of Kafka are run with POSTBUS_CAMPAIGN=full")
+    def server(self) -> KafkaServer:
         return running_kafka()
 
     @pytest.fixture
@@ -122,6 +110,16 @@ def overtaken(slow: Kafka, fast: Callable[[], Awaitable[object]]) -> None:
     slow._link.send = late  # type: ignore[method-assign]
 
 
+async def test_every_reader_says_the_same_of_several_repeats(clients: tuple[Kafka, Kafka, Stream]) -> None:
+    one, two, stream = clients
+    topic = topic_of(one.prefix, stream)
+    same = [record_of(topic, 0, fact(1, native_id="n"), made, NOW_US, Looked(0, 0)) for made in new_ids(3)]
+    await one._link.send(same)
+    events = await everything(one, stream)
+    assert [event.metadata for event in events[1:]] == [{"repeats": 0, "native_id": "n", "variant": ""}] * 2
+    assert [await two.fetch(stream, 0, offset, 1) for offset in (2, 1, 0)] == [[events[n]] for n in (2, 1, 0)]
+
+
 async def test_who_comes_second_for_an_identity_gets_the_firsts_receipt(clients: tuple[Kafka, Kafka, Stream]) -> None:
     slow, fast, stream = clients
     same = [fact(number, native_id=f"n{number}") for number in range(3)]
@@ -194,6 +192,15 @@ async def test_a_group_shows_a_readers_place_to_kafkas_tools(clients: tuple[Kafk
     assert (place.topic, place.partition, place.offset) == (topic_of(client.prefix, stream), 0, 2)
     with pytest.raises(NotFound):
         await client.mirror(group, msgspec.structs.replace(stream, epoch=7), {0: 1})
+    member = Consumer({"bootstrap.servers": client.url.removeprefix("kafka://"), "group.id": group})
+    member.subscribe([topic_of(client.prefix, stream)])
+    async with asyncio.timeout(PATIENCE_S):
+        while not member.assignment():
+            await asyncio.to_thread(member.poll, 0.1)
+    with pytest.raises(Refused, match="does not keep the offsets"):
+        await client.mirror(group, stream, {0: 1})
+    await asyncio.to_thread(member.close)
+    await client.mirror(group, stream, {0: 1})
 
 
 async def test_the_index_of_identities_is_kept_on_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from postbus.broker import Breaker, Relay
 from postbus.clock import SystemClock
 from postbus.log.heads import same_content
-from postbus.model import IdempotencyConflict, NotFound, PostbusError, Receipt, StorageError, Unreachable
+from postbus.model import (
+    Backpressure,
+    IdempotencyConflict,
+    NotFound,
+    PostbusError,
+    Receipt,
+    StorageError,
+    Unreachable,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Coroutine, Sequence
 
     from postbus.broker import BreakerState
     from postbus.log import Log
@@ -26,6 +35,29 @@ if TYPE_CHECKING:
 __all__ = ["NAME", "RemoteOutlet", "outlet_of"]
 
 NAME = "remote-log"
+TOGETHER_MAX = 1_000
+TURN_S, LATE_S = 0.25, 0.02
+
+
+class _Call:
+    """One append that waits for its receipts."""
+
+    __slots__ = ("answer", "drafts", "ids", "plain")
+
+    def __init__(self, drafts: Sequence[Draft], ids: Sequence[str]) -> None:
+        self.drafts = drafts
+        self.ids = ids
+        self.plain = all(draft.native_id is None for draft in drafts)
+        self.answer: asyncio.Future[list[Receipt]] = asyncio.get_running_loop().create_future()
+
+    def end(self, outcome: list[Receipt] | Exception) -> None:
+        """Tell who waits, if anybody still does."""
+        if self.answer.done():
+            return
+        if isinstance(outcome, Exception):
+            self.answer.set_exception(outcome)
+        else:
+            self.answer.set_result(outcome)
 
 
 class _LogRemote:
@@ -81,9 +113,10 @@ class _LogRemote:
         for stream in {entry.stream for entry in entries}:
             mine = [entry for entry in entries if entry.stream == stream and entry.draft.native_id is None]
             with contextlib.suppress(NotFound):  # a stream that is gone has nothing
-                found |= await self._log.find(
+                there = await self._log.find(
                     stream, [entry.identity for entry in mine], [entry.since for entry in mine]
                 )
+                found.update(there)
         return found
 
     def watch(self, came_up: Callable[[], None]) -> None:
@@ -98,6 +131,8 @@ class RemoteOutlet:
         clock = SystemClock()  # whatever the store's clock says: a network does not wait for it
         self._log = log
         self._remote = _LogRemote(log)
+        self._waiting: dict[str, list[_Call]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self.relay = Relay(
             log, self._remote, clock=clock, breaker=Breaker(NAME, clock=clock, failures_max=1), make_journal=False
         )
@@ -114,13 +149,108 @@ class RemoteOutlet:
 
     async def stop(self) -> None:
         """See ``Outlet.stop``."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
         await self.relay.stop()
 
     async def append(self, stream: str, drafts: Sequence[Draft]) -> list[Receipt]:
-        """See ``Outlet.append``; what is spooled happened when it was published, not when it is sent."""
-        clock = self._log.store.clock
-        since, at_us = await self._log.heads(stream), clock.now_us()
-        ids = [clock.new_id() for _ in drafts]
+        """See ``Outlet.append``: what is ready while others are on their way to the same stream goes together.
+
+        A cancelled wait does not undo it.
+        """
+        new_id = self._log.store.clock.new_id
+        call = _Call(drafts, [new_id() for _ in drafts])
+        waiting = self._waiting.get(stream)
+        if waiting is None:
+            waiting = self._waiting[stream] = []
+            self._begin(self._serve(stream, waiting))
+        waiting.append(call)
+        return await call.answer
+
+    async def _serve(self, stream: str, waiting: list[_Call]) -> None:
+        """Hand over what was appended to a stream, in its order, until nothing is left.
+
+        Each turn waits for the one before, but not for long: nobody waits longer than for an answer of their own. Only
+        what somebody has stopped waiting for is never overtaken.
+        """
+        late: dict[asyncio.Task[None], list[_Call]] = {}
+        try:
+            await asyncio.sleep(0)  # all that are ready come along
+            while waiting or late:
+                for plain, group in groupby(_taken(waiting), attrgetter("plain")):
+                    while left := [work for work, calls in late.items() if any(map(_left_alone, calls))]:
+                        await asyncio.wait(left)
+                        late = {work: calls for work, calls in late.items() if not work.done()}
+                    run = list(group)
+                    parts = [run] if plain else [[call] for call in run]  # an identity has a verdict of its own
+                    late |= {self._begin(self._together(stream, part)): part for part in parts}
+                    await asyncio.wait(late, timeout=TURN_S)
+                    late = {work: calls for work, calls in late.items() if not work.done()}
+                if late and not waiting:
+                    await asyncio.wait(late, timeout=LATE_S)
+                    late = {work: calls for work, calls in late.items() if not work.done()}
+                await asyncio.sleep(0)
+        finally:
+            del self._waiting[stream]
+            for call in waiting:  # only when this was cancelled
+                call.answer.cancel()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _together(self, stream: str, calls: list[_Call]) -> None:
+        """Hand over what several have appended; never raises."""
+        drafts = list(chain.from_iterable(call.drafts for call in calls))
+        ids = list(chain.from_iterable(call.ids for call in calls))
+        try:
+            since = await self._log.heads(stream)
+            try:
+                receipts = iter(await self._hand_over(stream, drafts, ids, since))
+            except (Unreachable, Backpressure, NotFound, StorageError):
+                raise
+            except PostbusError:
+                if len(calls) == 1:
+                    raise
+                await self._each(stream, calls, since)
+                return
+        except Exception as error:  # noqa: BLE001 - the callers get it
+            for call in calls:
+                call.end(error)
+            return
+        except BaseException:
+            for call in calls:
+                call.answer.cancel()
+            raise
+        for call in calls:
+            call.end([next(receipts) for _ in call.drafts])
+
+    async def _each(self, stream: str, calls: list[_Call], since: Sequence[int]) -> None:
+        """One of them was refused: hand over one after the other, but for those that came through with it."""
+        there = await self._log.find(stream, [name for call in calls for name in call.ids], [since])
+        for call in calls:
+            todo = [at for at, name in enumerate(call.ids) if name not in there]
+            try:
+                drafts, ids = [call.drafts[at] for at in todo], [call.ids[at] for at in todo]
+                new = dict(zip(todo, await self._hand_over(stream, drafts, ids, since) if todo else (), strict=True))
+            except PostbusError as error:
+                call.end(error)
+                continue
+            now_us = self._log.store.clock.now_us()
+            call.end(
+                [
+                    new[at] if at in new else Receipt(stream, *there[name], created_at_us=now_us)
+                    for at, name in enumerate(call.ids)
+                ]
+            )
+
+    async def _hand_over(
+        self, stream: str, drafts: Sequence[Draft], ids: Sequence[str], since: Sequence[int]
+    ) -> list[Receipt]:
+        """What is spooled happened when it was published, not when it is sent."""
+        at_us = self._log.store.clock.now_us()
 
         def kept() -> list[tuple[str, Draft]]:
             return list(zip(ids, (_dated(draft, at_us) for draft in drafts), strict=True))
@@ -140,6 +270,20 @@ class RemoteOutlet:
     def kept(self) -> None:
         """See ``Outlet.kept``."""
         self.relay.queued()
+
+
+def _left_alone(call: _Call) -> bool:
+    return call.answer.cancelled()
+
+
+def _taken(waiting: list[_Call]) -> list[_Call]:
+    """Take as many calls as go together, at least one."""
+    count = size = 0
+    while count < len(waiting) and (not count or size + len(waiting[count].drafts) <= TOGETHER_MAX):
+        size += len(waiting[count].drafts)
+        count += 1
+    taken, waiting[:count] = waiting[:count], []
+    return taken
 
 
 def outlet_of(log: Log) -> RemoteOutlet | None:

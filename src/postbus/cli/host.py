@@ -17,7 +17,7 @@ from postbus import __version__
 from postbus.cli import output
 from postbus.cli.options import Json, examples, folder_of
 from postbus.cli.output import count
-from postbus.cli.serve import _log_to_stderr
+from postbus.cli.serve import log_to_stderr
 from postbus.model import Invalid, PostbusError
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def host(
     if not folders and not settings.kernel.shipped:
         message = "there are no extensions to run"
         raise Invalid(message, hint="name a folder with --extensions, or try --with terminal --with echo")
-    _log_to_stderr(access=False)
+    log_to_stderr(access=False)
     if sys.stderr.isatty():
         _speak_plainly()
     asyncio.run(_host(folders, settings, as_json=json))

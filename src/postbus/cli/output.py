@@ -64,8 +64,9 @@ def safe(text: str) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun, as in ``1 event`` and ``1,000 events``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun, as in ``1 event`` and ``1,000 batches``."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def short(address: str, tenant: str) -> str:

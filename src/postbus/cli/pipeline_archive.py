@@ -131,9 +131,7 @@ def _show_archived(found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         output.document(found)
         return
-    output.say(
-        f"archived {count(found['events'], 'event')} in {count(found['batches'], 'batch')}".replace("batchs", "batches")
-    )
+    output.say(f"archived {count(found['events'], 'event')} in {count(found['batches'], 'batch')}")
     for part in found["trimmed"]:
         held = f", held back by {', '.join(part['held_back_by'])}" if part["held_back_by"] else ""
         output.say(f"trimmed {count(part['removed'], 'event')} of {part['key']}, which begins at {part['first']}{held}")
@@ -164,14 +162,16 @@ def verify(
     wrong is listed, and the exit code is 3.
     """
     settings = settings_of(master, remote, memory, ui=ui)
-    from postbus.spark.jobs.verify import verify_lake  # noqa: PLC0415 - needs the extra
+    from postbus.spark.jobs.verify import archived, verify_lake  # noqa: PLC0415 - needs the extra
 
+    place = lake_at(lake)
+    archived(place)  # else Spark need not start
     with session(settings) as spark, spinner("verifying the lake"):
-        report = verify_lake(spark, lake_at(lake), data if log else None)
+        report = verify_lake(spark, place, data if log else None)
     if json:
         output.document({"ok": report.ok, **msgspec.to_builtins(report)})
     elif report.ok:
-        said = f"all is well: {count(report.events, 'event')} in {report.batches:,} batches"
+        said = f"all is well: {count(report.events, 'event')} in {count(report.batches, 'batch')}"
         output.say(f"{said}, {count(report.compared, 'range')} compared with the log")
     else:
         output.table(("BATCH", "PARTITION", "WHAT"), [(each.batch, each.key, each.what) for each in report.problems])

@@ -126,7 +126,7 @@ def serve(
         plugins=tuple(plugin or ()),
         json=json,
     )
-    _log_to_stderr(access=access_log)
+    log_to_stderr(access=access_log)
     _take_files()
     import uvloop  # noqa: PLC0415 - only this command needs it
 
@@ -256,7 +256,7 @@ class _Text(logging.Formatter):
         return "\n".join(output.safe(part) for part in line.splitlines())
 
 
-def _log_to_stderr(*, access: bool) -> None:
+def log_to_stderr(*, access: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_Text() if sys.stderr.isatty() else _Lines())
     root = logging.getLogger("postbus")

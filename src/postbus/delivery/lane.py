@@ -215,12 +215,15 @@ class Lane:
                     self._hurry.set()
                 await self._wait_fed()
                 continue
-            events = await self._log.fetch(self.key.stream, self.key.partition, board.fetched, room)
+            _, stream, partition = self.key
+            events = self._log.recent(stream, partition, board.fetched, room) or await self._log.fetch(
+                stream, partition, board.fetched, room
+            )
             if not events:
                 if grown:
                     await self._skip_removed()
                 self._resting = True
-                grown = await self._log.wait(self.key.stream, self.key.partition, board.fetched, settings.poll_s)
+                grown = await self._log.wait(stream, partition, board.fetched, settings.poll_s)
                 self._resting = False
                 continue
             grown = False

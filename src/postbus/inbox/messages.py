@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
-from zoneinfo import ZoneInfo
 
 import msgspec
-from cronsim import CronSim, CronSimError
 
 from postbus.envelope import draft, parse_instant
 from postbus.inbox.agents import MESSAGES, find_agent
 from postbus.inbox.door import Match, put_items
 from postbus.model import Conflict, Invalid, NotFound
+from postbus.schedule import schedule
 from postbus.topics import check_id
 
 if TYPE_CHECKING:
@@ -198,16 +197,7 @@ class Timers:
 
 def next_fire(timer: Timer, after_us: int, base_us: int) -> int | None:
     """Return the first time after an instant at which a timer fires; an interval never drifts from its base."""
-    due: int | None
-    if timer.at is not None:
-        moment = parse_instant(timer.at)
-        due = moment if moment > after_us else None
-    elif timer.every is not None:
-        step = int(timer.every * US)
-        due = base_us + ((after_us - base_us) // step + 1) * step
-    else:
-        start = datetime.fromtimestamp(after_us / US, UTC).astimezone(ZoneInfo(timer.zone))
-        due = int(next(CronSim(timer.cron or "", start)).timestamp() * US)
+    due = schedule(timer.at, timer.every, timer.cron, timer.zone, base_us)(after_us)
     if due is not None and timer.until is not None and due > parse_instant(timer.until):
         return None
     return due
@@ -232,27 +222,12 @@ def _check(timer: Timer, now_us: int) -> int:
         if timer.until is not None and moment > parse_instant(timer.until):
             raise Invalid(NEVER)
         return moment
-    if timer.cron is not None:
-        _check_cron(timer.cron, timer.zone)
-    elif not EVERY_S_MIN <= (timer.every or 0) <= timedelta(days=3660).total_seconds():
+    if timer.every is not None and not EVERY_S_MIN <= timer.every <= timedelta(days=3660).total_seconds():
         raise Invalid(f"`every` is at least {EVERY_S_MIN} seconds, not {timer.every:g}")
     due = next_fire(timer, now_us, now_us)
     if due is None:
         raise Invalid(NEVER)
     return due
-
-
-def _check_cron(cron: str, zone: str) -> None:
-    try:
-        ZoneInfo(zone)
-    except (KeyError, ValueError, OSError):
-        raise Invalid(f"there is no time zone {zone!r}", hint="use an IANA name like Europe/Amsterdam") from None
-    if len(cron.split()) != 5:  # noqa: PLR2004 - minute hour day month weekday
-        raise Invalid(f"{cron!r} has not the five fields of cron")
-    try:
-        next(CronSim(cron, datetime(2026, 1, 1, tzinfo=UTC)))
-    except (CronSimError, StopIteration) as error:
-        raise Invalid(f"{cron!r} is no cron expression that ever fires: {error}") from None
 
 
 def _timer(row: Any) -> Timer:

@@ -7,11 +7,13 @@ import logging
 from typing import TYPE_CHECKING
 
 from postbus.clock import SystemClock
-from postbus.model import NotFound, PostbusError, Unreachable
+from postbus.model import Event, NotFound, PostbusError, Unreachable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from postbus.log.replica import ReplicaLog
-    from postbus.model import Event, Stream
+    from postbus.model import Draft, Receipt, Stream
 
 __all__ = ["Follower"]
 
@@ -22,6 +24,7 @@ BATCH_MIN, BATCH_MAX = 16, 2000
 BATCH_BYTES = 8 * 1024 * 1024
 WAIT_S = 30.0
 BUSY_S, LULL_S = 0.01, 0.002
+ANSWER_S = 0.01
 PAUSE_S, PAUSE_S_MAX = 0.05, 1.0
 OWN_MAX = 20_000
 
@@ -39,6 +42,7 @@ class Follower:
         self._own: dict[int, Event] = {}
         self._answered = asyncio.Event()
         self._nudge = asyncio.Event()
+        self._begun = self._failed = -1
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> asyncio.Task[None]:
@@ -50,15 +54,25 @@ class Follower:
         """Look again now."""
         self._nudge.set()
 
-    def take(self, event: Event) -> None:
-        """Take an event that this process has appended, so that it need not be fetched back."""
+    def failed_since(self, turn: int) -> bool:
+        """Say whether the remote was asked in vain after that turn; if it was not, but before, it is asked now."""
+        if self.away is None:
+            return False
+        if self._failed < turn:
+            self.nudge()
+        return self._failed > turn
+
+    def take(self, appended: Iterable[tuple[Draft, Receipt]]) -> None:
+        """Take events that this process has appended, so that they need not be fetched back."""
         if len(self._own) < OWN_MAX:
-            self._own[event.offset] = event
+            for draft, receipt in appended:
+                self._own[receipt.offset] = _event(draft, receipt)
         self._answered.set()
 
     async def _run(self) -> None:
         pause_s = PAUSE_S
         while True:
+            self._begun = next(self._log.turns)
             try:
                 await self._copy()
                 self.away, pause_s = None, PAUSE_S
@@ -76,7 +90,7 @@ class Follower:
             pause_s = min(pause_s * 2, PAUSE_S_MAX)
 
     def _stuck(self, why: str) -> None:
-        self.away = why
+        self.away, self._failed = why, self._begun
         self._log.stuck(self.stream.name, self._partition)
 
     async def _copy(self) -> None:
@@ -91,12 +105,13 @@ class Follower:
             if events and events[0].offset <= head:
                 head = await log.apply(self.stream, self._partition, events)
                 self.away, came = None, False
-                if self._again(events) or await self._lull(len(events)):
+                if self._again(events) or self._own or log.sending or await self._lull(len(events)):
                     continue
             elif events or came:
                 before, head = head, await self._pass_gap(head)
                 if head == before:  # announced, and not to be had yet
                     await REAL.sleep(PAUSE_S)
+            self.away = None
             came = await upstream.wait(self.stream, self._partition, head, WAIT_S)
             if not came:
                 return
@@ -104,9 +119,9 @@ class Follower:
     async def _appended(self, head: int) -> list[Event]:
         """Return what this process has appended at the head; waits a moment for what it is appending now."""
         events = self._following(head)
-        if not events and self._log.sending:
+        if not events and not self._own and self._log.sending:
             self._answered.clear()
-            await REAL.wait(self._answered, LULL_S)
+            await REAL.wait(self._answered, ANSWER_S)
             events = self._following(head)
         return events
 
@@ -145,3 +160,13 @@ class Follower:
         name = f"{self.stream.name}/{self._partition}"
         logger.warning("%s: events %d to %d were trimmed before they came over: %s", name, head, first - 1, missed)
         return first
+
+
+def _event(draft: Draft, receipt: Receipt) -> Event:
+    """Return what was appended as every reader of the remote finds it."""
+    occurred, created = draft.occurred_at_us, receipt.created_at_us
+    return Event(
+        receipt.stream, receipt.partition, receipt.offset, draft.topic, draft.source, draft.variant, draft.key,
+        draft.payload_json, draft.metadata_json, draft.headers_json, draft.correlation_id, draft.native_id,
+        draft.delivery_handle_json, created if occurred is None else occurred, created, draft.trust,
+    )  # fmt: skip

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from postbus.clock import SystemClock
 from postbus.log.cursors import no_stream
@@ -19,7 +20,7 @@ from postbus.log.outlet import OutletTransaction, stays_here
 from postbus.log.settings import accept, check_settings
 from postbus.log.sqlite.doors import TransactionDoor
 from postbus.log.sqlite.mirror import MirrorLog
-from postbus.model import Conflict, Event, NotFound, PostbusError, StorageError, Unreachable
+from postbus.model import Conflict, NotFound, PostbusError, StorageError, Unreachable
 from postbus.topics import check_stream_name
 
 if TYPE_CHECKING:
@@ -46,6 +47,14 @@ PAUSE_S = 0.05
 ENDED_S = 0.5
 
 
+class _Mark(NamedTuple):
+    """How far the copy of one life of a stream has to be for a reader; ``turn`` is when that became known."""
+
+    epoch: int
+    head: int
+    turn: int
+
+
 class ReplicaLog(MirrorLog):
     """The log of one node. Make one with ``follow``.
 
@@ -63,7 +72,8 @@ class ReplicaLog(MirrorLog):
             for grows in (False, True)
         }
         self._followers: dict[tuple[str, int], Follower] = {}
-        self._marks: dict[tuple[str, int], tuple[int, int]] = {}
+        self._marks: dict[tuple[str, int], _Mark] = {}
+        self.turns = itertools.count()  # what orders the marks and the attempts of the followers
         self._trimmed: dict[tuple[str, int], tuple[int, int]] = {}
         self._looking, self._look_now = asyncio.Lock(), asyncio.Event()
         self._sending: dict[asyncio.Task[Any], tuple[str, int]] = {}
@@ -85,8 +95,7 @@ class ReplicaLog(MirrorLog):
         """Open the log of a node: begin to follow the remote and wait until the copy has what was there, or the time.
 
         ``name`` is the remote's address as the folder keeps it. A remote that cannot be reached is waited for in the
-        background. Raises ``Conflict`` for a folder that has a
-        log of its own, or is the copy of another remote.
+        background. Raises ``Conflict`` for a folder that has a log of its own, or is the copy of another remote.
         """
         log = cls(store, upstream)
         try:
@@ -119,7 +128,7 @@ class ReplicaLog(MirrorLog):
         """Whether the copy lacks what this process has appended, or is appending."""
         extents = self._published.extents
         return bool(self._sending) or any(
-            key not in extents or extents[key][1] < head for key, (_, head) in self._marks.items()
+            key not in extents or extents[key][1] < mark.head for key, mark in self._marks.items()
         )
 
     # --- streams ---
@@ -224,11 +233,11 @@ class ReplicaLog(MirrorLog):
         """Wait until the copy has what is there now; raises ``Conflict`` when it has more than that."""
         for stream in await self._copied():
             self._follow(stream)
-            await self._mark_heads(stream)
-            for partition in range(stream.settings.partitions):
-                key = (stream.name, partition)
-                mark = self._marks.get(key)
-                if mark is not None and (await super()._where(*key))[1] > mark[1]:
+            numbers = range(stream.settings.partitions)
+            copied = [(await super(ReplicaLog, self)._where(stream.name, number))[1] for number in numbers]
+            for partition, (_, head) in enumerate(await self.upstream.extents(stream)):
+                self._mark(stream, partition, head)
+                if copied[partition] > head:  # what was copied before the remote was asked
                     raise Conflict(
                         f"the copy of {stream.name}/{partition} has events that {self.upstream.url} has not",
                         hint="the remote has lost events, or is another one: restore it, or name another folder",
@@ -284,11 +293,18 @@ class ReplicaLog(MirrorLog):
             self._sending[work] = (stream.name, stream.epoch)
         now_us = self.store.clock.now_us()
         receipts = await self.upstream.append(stream, drafts, ids, now_us)
+        ends: dict[int, int] = {}
+        own: dict[int, list[tuple[Draft, Receipt]]] = {}
         for draft, receipt in zip(drafts, receipts, strict=True):
-            self._mark(stream, receipt.partition, receipt.offset + 1)
-            follower = self._followers.get((stream.name, receipt.partition))
-            if follower is not None and follower.stream == stream and draft.native_id is None:
-                follower.take(_event(stream.name, draft, receipt, now_us))
+            partition = receipt.partition
+            ends[partition] = max(ends.get(partition, 0), receipt.offset + 1)
+            if draft.native_id is None:
+                own.setdefault(partition, []).append((draft, receipt))
+        for partition, end in ends.items():
+            self._mark(stream, partition, end)
+            follower = self._followers.get((stream.name, partition))
+            if follower is not None and follower.stream == stream:
+                follower.take(own.get(partition, ()))
         return receipts
 
     @property
@@ -307,14 +323,19 @@ class ReplicaLog(MirrorLog):
             if life == (name, epoch):
                 asyncio.get_running_loop().call_later(ENDED_S, end, work)
 
-    async def find(self, stream: str, ids: Sequence[str], sinces: Sequence[Sequence[int]]) -> set[str]:
-        """Return which ids the remote has at or after the heads that were known when they were sent first."""
+    async def find(
+        self, stream: str, ids: Sequence[str], sinces: Sequence[Sequence[int]]
+    ) -> dict[str, tuple[int, int]]:
+        """Return where the remote has ids, at or after the heads that were known when they were sent first."""
         if not ids:
-            return set()
+            return {}
         known = await self._stream(stream)
         numbers = range(known.settings.partitions)
         since = [min((heads[n] if n < len(heads) else 0 for heads in sinces), default=0) for n in numbers]
-        return {*await self.upstream.find(known, ids, since)}
+        found = await self.upstream.find(known, ids, since)
+        for partition, offset in found.values():
+            self._mark(known, partition, offset + 1)
+        return found
 
     async def heads(self, stream: str) -> list[int]:
         """Return where the copy's partitions end; never ahead of the remote."""
@@ -412,13 +433,9 @@ class ReplicaLog(MirrorLog):
 
     def _mark(self, stream: Stream, partition: int, head: int) -> None:
         """Remember that reading waits until the copy of this life of the stream reaches ``head``."""
-        key, place = (stream.name, partition), (stream.epoch, head)
-        if self._marks.get(key, (-1, 0)) < place:
-            self._marks[key] = place
-
-    async def _mark_heads(self, stream: Stream) -> None:
-        for partition, (_, head) in enumerate(await self.upstream.extents(stream)):
-            self._mark(stream, partition, head)
+        key = (stream.name, partition)
+        if self._marks.get(key, (-1, 0))[:2] < (stream.epoch, head):
+            self._marks[key] = _Mark(stream.epoch, head, next(self.turns))
 
     async def _ready(self, stream: str, partition: int | None = None) -> None:
         """Wait until the copy has what a reader may expect; go on without while the remote is away."""
@@ -435,16 +452,16 @@ class ReplicaLog(MirrorLog):
             except NotFound:
                 reached = True
             else:
-                reached = known.epoch > mark[0] or (known.epoch == mark[0] and head >= mark[1])
+                reached = known.epoch > mark.epoch or (known.epoch == mark.epoch and head >= mark.head)
             if reached:
                 if self._marks.get(key) == mark:
                     del self._marks[key]
                 return
             follower = self._followers.get(key)
-            if follower is None or follower.away:
+            if follower is None or follower.failed_since(mark.turn):
                 return
             self.store.writer.notice()
-            await self._published.waiters.wait(key, lambda: self._grown(key, mark[1] - 1), PAUSE_S)
+            await self._published.waiters.wait(key, lambda: self._grown(key, mark.head - 1), PAUSE_S)
 
     async def _where(self, stream: str, partition: int) -> Extent:
         await self._ready(stream, partition)
@@ -479,13 +496,3 @@ class ReplicaLog(MirrorLog):
         await self._ready(stream)
         await self._stream(stream)
         return await super()._consumer(stream, consumer)
-
-
-def _event(stream: str, draft: Draft, receipt: Receipt, now_us: int) -> Event:
-    """Return what was appended as every reader of the remote finds it."""
-    occurred = draft.occurred_at_us
-    return Event(
-        stream, receipt.partition, receipt.offset, draft.topic, draft.source, draft.variant, draft.key,
-        draft.payload_json, draft.metadata_json, draft.headers_json, draft.correlation_id, draft.native_id,
-        draft.delivery_handle_json, now_us if occurred is None else occurred, now_us, draft.trust,
-    )  # fmt: skip

@@ -93,9 +93,11 @@ class Waiters:
         self._waiting.setdefault(key, []).append(entry)
         try:
             if not grown():  # asked after registering, so that no commit falls between
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(timeout_s):
-                        await future
+                timer = loop.call_later(timeout_s, _finish, future)
+                try:
+                    await future
+                finally:
+                    timer.cancel()
         finally:
             with contextlib.suppress(KeyError, ValueError):
                 self._waiting[key].remove(entry)

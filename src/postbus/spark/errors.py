@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from postbus import model
-from postbus.model import PostbusError
+from postbus.model import NotFound, OffsetOutOfRange, PostbusError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,6 +19,10 @@ LOOK = "its log is spark.log in the cache folder"
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+# What Spark's own Kafka source says when a record was removed, or a topic, before it was read.
+_TRIMMED = re.compile(r"KafkaIllegalStateException|KAFKA_DATA_LOSS|Some data may have been lost")
+_DELETED = re.compile(r"UnknownTopicOrPartition|does not host this topic-partition")
 
 _OURS = re.compile(r"postbus\.model\.(\w+): ([^\n]+)(?:\nhint: ([^\n]+))?")
 
@@ -44,9 +48,15 @@ def _note(error: PostbusError) -> None:
 
 
 def ours(error: BaseException) -> PostbusError | None:
-    """Return the error of ours that Spark has wrapped, or None."""
-    found = _OURS.search(str(error))
+    """Return the error of ours that Spark has wrapped or that its Kafka source means, or None."""
+    said = str(error)
+    found = _OURS.search(said)
     if found is None:
+        if _TRIMMED.search(said):
+            message = "retention has removed events of the log on Kafka before they were read"
+            return OffsetOutOfRange(message, hint="start anew with startingOffset=earliest, or read the archive")
+        if _DELETED.search(said):
+            return NotFound("a stream on Kafka was deleted while it was read", hint="start anew")
         return None
     kind = getattr(model, found[1], PostbusError)
     made: PostbusError = PostbusError.__new__(kind)
@@ -64,6 +74,9 @@ def told() -> Iterator[None]:
         yield
     except (Py4JError, ConnectionError) as error:
         if isinstance(error, Py4JJavaError):
+            known = ours(error)
+            if known is not None:
+                raise known from error
             first = str(error.java_exception).strip().partition("\n")[0]
             raise PostbusError(f"Spark says: {first}", hint=LOOK) from error
         raise PostbusError("Spark has died", hint=f"run it again: it goes on where it was; {LOOK}") from error

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import pyarrow as pa
 
 from postbus.log import open_folder
 from postbus.log.address import parse_address
 from postbus.log.replica import stays_here
 from postbus.spark.extent import extents, folder_of, followed, reading, remote_of
+from postbus.spark.kafka import log_frame
 from postbus.spark.reading import Range, read_range
 from postbus.spark.schema import COLUMNS, EVENT_SCHEMA
 
@@ -74,14 +74,12 @@ def events_in(
     own = [] if remote_of(place) is None else [each for each in found if stays_here(each.stream)]
     frame = None
     if len(own) < len(found) or not found:
-        reader = spark.read.format("postbus").option("data", place).option("stream", stream)
-        if topic is not None:
-            reader = reader.option("topic", topic)
+        options: dict[str, Any] = {"stream": stream} | ({} if topic is None else {"topic": topic})
         if spans is not None:
             named = {each.key: spans[each.key] for each in found if each not in own}
-            reader = reader.option("startingOffset", _json({key: span[0] for key, span in named.items()}))
-            reader = reader.option("endingOffset", _json({key: span[1] for key, span in named.items()}))
-        frame = reader.load()
+            options["startingOffset"] = {key: span[0] for key, span in named.items()}
+            options["endingOffset"] = {key: span[1] for key, span in named.items()}
+        frame = log_frame(spark, place, **options)
     if own:
         here = spark.createDataFrame(_read_here(data, own, spans, topic), EVENT_SCHEMA)
         return here if frame is None else frame.unionByName(here)
@@ -97,7 +95,3 @@ def _read_here(data: str, own: list[Extent], spans: dict[str, tuple[int, int]] |
         start, end = (extent.first, extent.head) if spans is None else spans[extent.key]
         batches += read_range(folder_path(data), Range(extent, start, end), columns, topic=topic)
     return pa.Table.from_batches(batches, schema)
-
-
-def _json(offsets: dict[str, int]) -> str:
-    return msgspec.json.encode(offsets).decode()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from postbus.spark.schema import Column
     from postbus.store.folder import Folder
 
-__all__ = ["READERS", "Condition", "Range", "glob_of", "read_range"]
+__all__ = ["READERS", "Condition", "Range", "glob_of", "matching", "read_range", "shaped"]
 
 READERS = ("auto", "adbc", "rows")
 STEP = 20_000
@@ -94,14 +94,14 @@ def read_range(
             end = min(start + STEP, wanted.end)
             table = _step(opened, wanted.extent, start, end, read, conditions)
             if topic is not None:
-                table = table.filter(_matching(table.column("topic"), topic))
-            yield from _shaped(table, wanted.extent, columns).to_batches()
+                table = table.filter(matching(table.column("topic"), topic))
+            yield from shaped(table, wanted.extent, columns).to_batches()
 
 
 def _read_remote(url: str, wanted: Range, columns: list[Column], topic: str | None) -> Iterator[pa.RecordBatch]:
     for page in remote_tables(url, wanted.extent, wanted.start, wanted.end):
-        table = page if topic is None else page.filter(_matching(page.column("topic"), topic))
-        yield from _shaped(table, wanted.extent, columns).to_batches()
+        table = page if topic is None else page.filter(matching(page.column("topic"), topic))
+        yield from shaped(table, wanted.extent, columns).to_batches()
 
 
 @with_hint
@@ -129,14 +129,15 @@ def _step(
     return table
 
 
-def _matching(topics: pa.ChunkedArray, pattern: str) -> pa.ChunkedArray:
+def matching(topics: pa.ChunkedArray, pattern: str) -> pa.ChunkedArray:
+    """Say of each topic whether a pattern stands for it."""
     distinct = topics.unique()
     return pc.is_in(
         topics, distinct.filter(pa.array([matches(pattern, each.as_py()) for each in distinct], pa.bool_()))
     )
 
 
-def _shaped(table: pa.Table, extent: Extent, columns: list[Column]) -> pa.Table:
+def shaped(table: pa.Table, extent: Extent, columns: list[Column]) -> pa.Table:
     """Return the table with exactly the wanted columns, in their types."""
     count = table.num_rows
     arrays: list[Any] = []

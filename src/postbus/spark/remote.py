@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from postbus.log.upstream import Upstream
     from postbus.model import Draft, Receipt, Stream
 
-__all__ = ["RemoteStream", "opened_remote", "remote_extents", "remote_tables"]
+__all__ = ["RemoteStream", "fetched", "found_stream", "opened_remote", "remote_extents", "remote_tables", "table_of"]
 
 T = TypeVar("T")
 
@@ -90,10 +90,10 @@ def remote_extents(url: str, pattern: str, partition: int | None) -> list[Extent
 def remote_tables(url: str, extent: Extent, start: int, end: int) -> Iterator[pa.Table]:
     """Yield the events from ``start`` up to ``end`` of a partition, in order, with the columns that they bring."""
     with _kept_open(url) as (run, upstream):
-        stream = run(_stream(upstream, extent))
+        stream = run(found_stream(upstream, extent))
         while start < end:
-            events = run(_fetched(upstream, stream, extent, start, min(PAGE, end - start)))
-            yield _table(events)
+            events = run(fetched(upstream, stream, extent, start, min(PAGE, end - start)))
+            yield table_of(events)
             start = events[-1].offset + 1
 
 
@@ -109,14 +109,15 @@ def _kept_open(url: str) -> Iterator[tuple[Callable[[Coroutine[None, None, T]], 
             runner.run(opening.__aexit__(None, None, None))
 
 
-async def _stream(upstream: Upstream, extent: Extent) -> Stream:
+async def found_stream(upstream: Upstream, extent: Extent) -> Stream:
+    """Return the stream of a partition that was planned; raises ``NotFound`` when it was deleted since."""
     for stream in await upstream.streams():
         if stream.name == extent.stream and stream.epoch == extent.epoch:
             return stream
     raise NotFound(f"the stream {extent.stream} was deleted while it was read", hint="start anew")
 
 
-async def _fetched(upstream: Upstream, stream: Stream, extent: Extent, start: int, limit: int) -> list[Event]:
+async def fetched(upstream: Upstream, stream: Stream, extent: Extent, start: int, limit: int) -> list[Event]:
     """Return at least one event; a copy of the remote's own that lags is asked again."""
     for _ in range(EMPTY_MAX):
         events = await upstream.fetch(stream, extent.partition, start, limit)
@@ -133,6 +134,7 @@ async def _fetched(upstream: Upstream, stream: Stream, extent: Extent, start: in
     raise StorageError(f"{extent.stream}/{extent.partition} lacks events from {start} on")
 
 
-def _table(events: list[Event]) -> pa.Table:
+def table_of(events: list[Event]) -> pa.Table:
+    """Return some events as a table with the columns that they bring."""
     columns = list(zip(*(msgspec.structs.astuple(event)[: len(FIELDS)] for event in events), strict=True))
     return pa.table({name: pa.array(columns[number], KINDS[name]) for number, name in enumerate(FIELDS)})

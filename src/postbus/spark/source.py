@@ -34,7 +34,7 @@ from postbus.spark.sink import PostbusStreamWriter, PostbusWriter, WriteOptions
 from postbus.topics import check_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import pyarrow as pa
     from pyspark.sql.datasource import Filter
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from postbus.spark.schema import Column
 
-__all__ = ["PostbusDataSource", "ReadOptions"]
+__all__ = ["PostbusDataSource", "ReadOptions", "planned"]
 
 EVENTS_PER_TASK = 100_000
 EARLIEST, LATEST = "earliest", "latest"
@@ -198,19 +198,11 @@ class PostbusReader(DataSourceReader):
     @with_hint
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the ranges; raises for an offset that is not there."""
-        options = self._options
-        found = []
-        for extent in _named(options, options.extents()):
-            if self._streams is not None and extent.stream not in self._streams:
-                continue
-            if self._partitions is not None and extent.partition not in self._partitions:
-                continue
-            if any(isinstance(asked, dict) and extent.key not in asked for asked in (options.starting, options.ending)):
-                continue  # offsets by name are also the choice of what to read
-            start = _place(extent, "startingOffset", options.starting)
-            end = _place(extent, "endingOffset", options.ending)
-            found.append(Range(extent, start, end))
-        return _tasks(found, options.per_task)
+        return _tasks(planned(self._options, self._wanted), self._options.per_task)
+
+    def _wanted(self, extent: Extent) -> bool:
+        in_streams = self._streams is None or extent.stream in self._streams
+        return in_streams and (self._partitions is None or extent.partition in self._partitions)
 
     def read(self, partition: InputPartition | None) -> Iterator[pa.RecordBatch]:
         """Read one task's range; there is none when nothing was planned, and Spark asks all the same."""
@@ -245,6 +237,21 @@ def _condition(name: str, wanted: Any) -> Condition | None:
     if not isinstance(value, int | str) or isinstance(value, bool):
         return None
     return Condition(f"{COLUMNS[name].expression} {operator} ?", value)
+
+
+def planned(options: ReadOptions, wanted: Callable[[Extent], bool] = lambda _extent: True) -> list[Range]:
+    """Return the ranges that a batch reads of the wanted partitions; raises for an offset that is not there."""
+    asked = [each for each in (options.starting, options.ending) if isinstance(each, dict)]
+    return [
+        Range(
+            extent,
+            _place(extent, "startingOffset", options.starting),
+            _place(extent, "endingOffset", options.ending),
+        )
+        for extent in _named(options, options.extents())
+        if wanted(extent)
+        and all(extent.key in each for each in asked)  # offsets by name are also the choice of what to read
+    ]
 
 
 def _named(options: ReadOptions, found: list[Extent]) -> list[Extent]:

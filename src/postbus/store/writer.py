@@ -35,6 +35,7 @@ __all__ = ["Call", "Door", "Writer"]
 
 INLINE_S_MAX = 0.001
 INLINE_WEIGHT_MAX = 256
+ALONE_S = 0.001
 BATCH_JOBS_MAX = 4096
 BUSY_S_MAX = 30.0
 FULL_RETRY_S = 0.2
@@ -134,6 +135,7 @@ class Writer:
         self._waited_since = 0.0
         self._contended = False
         self._commit_s = 0.0
+        self._jobs, self._ran_s = 0, 0.0
         self._refusal: StorageError | None = None
         self._closed = False
         self._full = False
@@ -168,7 +170,8 @@ class Writer:
         """Queue an item and return its outcome after the commit that holds it. A cancelled wait does not undo it.
 
         Lets all others that are ready queue theirs first; then whoever comes back first commits for everyone, and the
-        others find their outcomes there, without a future each.
+        others find their outcomes there, without a future each. Who comes alone, as the one before, commits first and
+        lets the others have their turn after that.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -177,6 +180,8 @@ class Writer:
         self._queue.append((door, item, turn, loop))
         if weight > INLINE_WEIGHT_MAX:
             self._heavy = True
+        if self._jobs == 1 == len(self._queue) and time.monotonic() - self._ran_s > ALONE_S:
+            self._flush(loop)
         try:
             await _pass()
         except BaseException:
@@ -296,6 +301,7 @@ class Writer:
         if not batch:
             return
         self._heavy = False
+        self._jobs, self._ran_s = len(batch), time.monotonic()
         if self.failed:
             self._settle([(job, self._refusal) for job in batch], loop)
             return

@@ -9,7 +9,8 @@ from confluent_kafka import KafkaError
 
 from postbus.log.heads import Identity, resolve_identities
 from postbus.log.kafka import names
-from postbus.log.kafka.identities import Identities, offsets
+from postbus.log.kafka.extents import offsets
+from postbus.log.kafka.identities import Identities
 from postbus.log.kafka.index import Row
 from postbus.log.kafka.link import END
 from postbus.log.kafka.records import Looked, record_of

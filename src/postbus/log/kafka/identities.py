@@ -6,12 +6,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
-from confluent_kafka import KafkaError, TopicPartition
+from confluent_kafka import KafkaError
 
 from postbus.log.heads import Identity
 from postbus.log.kafka import names
+from postbus.log.kafka.extents import offsets
 from postbus.log.kafka.index import KEPT, Index, Row
-from postbus.log.kafka.link import END, FIRST, GONE, OffsetSpec, Record
+from postbus.log.kafka.link import END, FIRST, Record
 from postbus.log.kafka.reading import Trimmed
 from postbus.log.kafka.records import row_of
 from postbus.log.kafka.registry import make_topic
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from postbus.log.kafka.reading import Reader
     from postbus.model import Stream
 
-__all__ = ["Identities", "offsets"]
+__all__ = ["Identities"]
 
 PAGE = 5_000
 
@@ -38,22 +39,6 @@ class _Kept(msgspec.Struct, array_like=True, frozen=True):
 
 
 _decode = msgspec.json.Decoder(_Kept).decode
-
-
-async def offsets(link: Link, topic: str, partitions: Sequence[int], spec: OffsetSpec) -> list[int] | None:
-    """Return an offset of each partition, or None when there is no such topic. Raises ``Unreachable``."""
-    places = [TopicPartition(topic, partition) for partition in partitions]
-    wanted = dict.fromkeys(places, spec)
-    said = await link.ask(lambda admin: admin.list_offsets(wanted, request_timeout=link.answer_s))
-    found = []
-    for place in places:
-        one = said[place]
-        if isinstance(one, KafkaError):
-            if one.code() in GONE:
-                return None
-            raise link.lost(one.str())
-        found.append(one.offset)
-    return found
 
 
 class Identities:
@@ -71,12 +56,9 @@ class Identities:
     async def index(self) -> Index:
         """Return the table; which cluster it is for has to be asked first."""
         if self._index is None:
-            said = await self._link.ask(lambda admin: {0: admin.describe_cluster(request_timeout=self._link.answer_s)})
-            cluster = said[0]
-            if isinstance(cluster, KafkaError):
-                raise self._link.lost(cluster.str())
+            cluster = await self._link.cluster()
             if self._index is None:
-                self._index = Index(self._folder, f"{cluster.cluster_id}")
+                self._index = Index(self._folder, cluster)
         return self._index
 
     def lock(self, topic: str) -> asyncio.Lock:
@@ -101,7 +83,11 @@ class Identities:
                     entries = await self._reader.read(topic, partition, following, upto)
                 except Trimmed:
                     continue
-                rows = [row for offset, message in entries if (row := row_of(partition, offset, message)) is not None]
+                rows = [
+                    row
+                    for offset, message in enumerate(entries, following)
+                    if (row := row_of(partition, offset, message)) is not None
+                ]
                 index.add(topic, partition, upto, rows)
                 following = upto
             self._reader.forget(topic, partition)
@@ -133,7 +119,7 @@ class Identities:
         while following < end:
             upto = min(end, following + PAGE)
             rows = []
-            for _, message in await self._reader.read(kept, 0, following, upto):
+            for message in await self._reader.read(kept, 0, following, upto):
                 try:
                     fact = _decode(message.value() or b"") if message is not None else None
                 except msgspec.MsgspecError:  # not ours

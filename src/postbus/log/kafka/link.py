@@ -38,6 +38,7 @@ __all__ = [
     "ResourceType",
     "Sending",
     "code_of",
+    "is_passing",
 ]
 
 K = TypeVar("K")
@@ -59,7 +60,12 @@ GONE = frozenset(
     }
 )
 _QUIET = {"log_level": 0, "log.connection.close": False, "log.thread.name": False}
-_BACK_SOON = {"reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 500, "socket.timeout.ms": 10_000}
+# Each attempt in an outage costs the client a thread that ends with it.
+_BACK_SOON = {"reconnect.backoff.ms": 100, "reconnect.backoff.max.ms": 500, "socket.timeout.ms": 10_000}
+# What is asked to see whether Kafka is there: any broker knows it, and it makes no difference whether there is such a
+# topic. Not the description of the cluster: while no broker is alive for Kafka's controller, as after a hang of the
+# only one, the answer names none, and librdkafka ends the process (rd_kafka_admin_response_parse: assert rko_result).
+_PROBE = ConfigResource(ResourceType.TOPIC, "postbus")
 # Never gives up by itself: what was sent once keeps its sequence number until Kafka has said yes or no to it, so that
 # it is in the log once or not at all, and ``find`` can know which.
 _SAFE = {
@@ -91,38 +97,45 @@ def code_of(error: BaseException) -> KafkaError:
 
 
 class Sending:
-    """Some records on their way. ``outcomes`` has an offset or an error for each, once ``done`` is set."""
+    """Some records on their way. ``outcomes`` has an offset or an error for each once it has ended."""
 
-    __slots__ = ("_left", "_lock", "answer", "done", "outcomes")
+    __slots__ = ("_dropped", "_taken", "_waiter", "answer", "ended", "outcomes")
 
     def __init__(self, count: int) -> None:
         self.outcomes: list[int | KafkaError] = [-1] * count
-        self.done = asyncio.Event()
+        self.ended = False
         self.answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._left = count
-        self._lock = threading.Lock()
+        self._waiter: asyncio.Event | None = None
+        self._taken = self._dropped = 0  # one written by the producer's thread, the other by the loop
 
     def take(self, index: int, ended: list[Sending], error: KafkaError | None, message: Message) -> None:
         """Note one outcome; called on the producer's thread."""
-        self.outcomes[index] = error if error is not None else (message.offset() or 0)
-        with self._lock:
-            self._left -= 1
-            if not self._left:
-                ended.append(self)
+        self.outcomes[index] = (message.offset() or 0) if error is None else error
+        self._taken += 1
+        if self._taken + self._dropped >= len(self.outcomes):
+            ended.append(self)
 
     def give_up(self, start: int, error: KafkaError) -> None:
         """Note that the records from ``start`` on were never handed over; called on the loop."""
         self.outcomes[start:] = [error] * (len(self.outcomes) - start)
-        with self._lock:
-            self._left -= len(self.outcomes) - start
-            if not self._left:
-                self.end()
+        self._dropped = len(self.outcomes) - start
+        if self._taken + self._dropped >= len(self.outcomes):
+            self.end()
 
     def end(self) -> None:
-        """Wake who waits; called on the loop."""
-        self.done.set()
+        """Wake who waits; called on the loop, perhaps twice."""
+        self.ended = True
         if not self.answer.done():
             self.answer.set_result(True)
+        if self._waiter is not None:
+            self._waiter.set()
+
+    async def wait(self, clock: Clock, seconds: float) -> bool:
+        """Wait until every outcome is known; False when the time is over first."""
+        if not self.ended:
+            self._waiter = self._waiter or asyncio.Event()
+            return await clock.wait(self._waiter, seconds)
+        return True
 
 
 class _Postman:
@@ -233,11 +246,15 @@ class Link:
     async def _look(self) -> None:
         while not self.closed:
             try:
-                asked = self.admin.describe_cluster(request_timeout=PROBE_S)
+                asked = self.admin.describe_configs([_PROBE], request_timeout=PROBE_S)[_PROBE]
                 await self._answer(asked, PROBE_S + 1)
                 break
-            except (KafkaException, TimeoutError):
-                await self.clock.sleep(RETRY_S)
+            except KafkaException as error:
+                if code_of(error).code() in GONE or not is_passing(code_of(error)):
+                    break
+            except TimeoutError:
+                pass
+            await self.clock.sleep(RETRY_S)
         self._up.set()
         for call in self.came_up if not self.closed else ():
             call()
@@ -273,7 +290,7 @@ class Link:
                         answers[key] = await self._answer(cast("Future[T | KafkaError]", future), left)
                     except KafkaException as error:
                         answers[key] = said = code_of(error)
-                        again = again or (said.code() not in GONE and _passing(said))
+                        again = again or (said.code() not in GONE and is_passing(said))
             except TimeoutError:
                 raise self.lost() from None
             except KafkaException as error:
@@ -282,22 +299,42 @@ class Link:
                 return answers
             if self.clock.monotonic_s() >= deadline:
                 raise self.lost()
-            await self.clock.sleep(RETRY_S)
-            with contextlib.suppress(KafkaException):  # who leads what may have changed
-                await asyncio.to_thread(self.admin.list_topics, timeout=PROBE_S)
+            await self.look_again()
+
+    async def look_again(self) -> None:
+        """Wait a moment and have the client ask anew who leads what; it remembers that nobody does for a while."""
+        await self.clock.sleep(RETRY_S)
+        with contextlib.suppress(KafkaException):
+            await asyncio.to_thread(self.admin.list_topics, timeout=PROBE_S)
 
     async def led(self, topic: str, partitions: int) -> None:
         """Wait until a topic is known everywhere, to our own client too. Raises ``Unreachable``."""
         deadline = self.clock.monotonic_s() + self.answer_s
         while self.clock.monotonic_s() < deadline:
-            try:
+            with contextlib.suppress(KafkaException):
                 seen = (await asyncio.to_thread(self.admin.list_topics, topic, PROBE_S)).topics.get(topic)
-            except KafkaException:
-                seen = None
-            if seen is not None and sum(one.leader >= 0 for one in seen.partitions.values()) == partitions:
-                return
+                if seen is not None and sum(one.leader >= 0 for one in seen.partitions.values()) == partitions:
+                    return
             await self.clock.sleep(RETRY_S)
         raise self.lost(f"the topic {topic} has no leader")
+
+    async def exists(self, topic: str, deadline: float) -> bool:
+        """Say whether there is a topic, even if nobody leads it at the moment. Raises ``Unreachable``."""
+        place = ConfigResource(ResourceType.TOPIC, topic)  # asking for the topic itself may make it
+        said = await self.ask(lambda admin: admin.describe_configs([place], request_timeout=self.answer_s), deadline)
+        answer = said[place]
+        return not isinstance(answer, KafkaError) or answer.code() not in GONE
+
+    async def cluster(self) -> str:
+        """Return the cluster's own name. Raises ``Unreachable``."""
+        await self.ready()
+        try:
+            seen = await asyncio.to_thread(self.admin.list_topics, timeout=self.answer_s)
+        except KafkaException as error:
+            raise self.lost(code_of(error).str()) from None
+        if (name := cast("str | None", seen.cluster_id)) is None:
+            raise self.lost("it does not say which cluster it is")
+        return name
 
     async def _answer(self, future: Future[T], seconds: float) -> T:
         """Wait for a client's answer without cancelling it: the client would trip over that."""
@@ -373,9 +410,9 @@ class Link:
         """Wait until nothing with these ids is on its way any more. Raises ``Unreachable``."""
         wanted = set(ids)
         for sending, theirs in list(self._doubtful.items()):
-            if sending.done.is_set():
+            if sending.ended:
                 del self._doubtful[sending]
-            elif not wanted.isdisjoint(theirs) and not await self.clock.wait(sending.done, self.answer_s):
+            elif not wanted.isdisjoint(theirs) and not await sending.wait(self.clock, self.answer_s):
                 raise self.lost()
 
     def _current(self) -> _Postman:
@@ -409,19 +446,21 @@ class Link:
         self._postman = None
         self._retired = []
         await self._answered()
-        self._admin = None
+        held, self._admin = [self._admin], None
+        await asyncio.to_thread(held.clear)  # it ends here and now, and nobody waits for its threads on the loop
 
     async def _answered(self) -> None:
         """Wait for what was asked: the client is not taken apart before. Each question has its own time limit."""
         asked = [asyncio.wrap_future(future) for future in list(self._asked)]
         if asked:
-            await asyncio.wait(asked, timeout=self.answer_s)
+            await asyncio.wait(asked, timeout=max(self.answer_s, PROBE_S) + 1)
             for answered in asked:
                 if answered.done() and not answered.cancelled():
                     answered.exception()
 
 
-def _passing(error: KafkaError) -> bool:
+def is_passing(error: KafkaError) -> bool:
+    """Say whether an error is one of those that an outage, or a moment of it, explains."""
     return error.retriable() or error.code() in _PASSING
 
 

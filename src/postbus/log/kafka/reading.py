@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
@@ -22,15 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Reader", "Trimmed"]
 
-Entry = tuple[int, Message | None]
-"""An offset and what is there; None for what Kafka keeps for itself (the end of somebody's transaction)."""
+Entry = Message | None
+"""What is at an offset; None for what Kafka keeps for itself (the end of somebody's transaction)."""
 
 POLL_S = 0.02  # how long a change of the lanes may have to wait for the consumer
-TAKE = 2_000
+TAKE = 1_000
 TOPIC_S = 1.0
-AHEAD_MESSAGES = 10_000
+AHEAD_MESSAGES = 5_000
 AHEAD_BYTES = 32 << 20
-BATCHES_WAITING = 4
+BATCHES_WAITING = 1
+SPENT_MAX = 4_096
 _CONFIG: dict[str, Any] = {
     "group.id": "postbus",  # a name the client insists on; no group is joined and nothing is committed
     "enable.auto.commit": False,
@@ -45,6 +45,7 @@ _CONFIG: dict[str, Any] = {
     "topic.metadata.refresh.interval.ms": 60_000,
 }
 
+_TOPIC, _PARTITION, _OFFSET, _ERROR = Message.topic, Message.partition, Message.offset, Message.error
 _OUT_OF_RANGE = {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE}  # noqa: SLF001 - public there
 
 
@@ -55,38 +56,58 @@ class Trimmed(Exception):
 class _Lane:
     """One partition being read: what came from Kafka, from ``start`` to ``position``, and was not taken yet."""
 
-    __slots__ = ("ahead", "bytes", "changed", "end", "failed", "lock", "paused", "place", "position", "since", "start")
+    __slots__ = (
+        "ahead", "bytes", "changed", "end", "failed", "lock", "paused", "place", "position", "since", "start", "taken",
+    )  # fmt: skip
 
     def __init__(self, place: TopicPartition) -> None:
         self.place = place
         self.lock = asyncio.Lock()
         self.changed = asyncio.Event()
-        self.ahead: deque[Entry] = deque()
+        self.ahead: list[Entry] = []
+        self.taken = 0
         self.paused = False
+        self.end = -1
+        self.failed: KafkaError | None = None
         self.begin(-1, 0)
 
     def begin(self, offset: int, since: int) -> None:
-        self.ahead.clear()
-        self.bytes = 0
+        self.ahead, self.taken, self.bytes = [], 0, 0
         self.start = self.position = offset
-        self.end = -1
+        if self.failed is not None:
+            self.failed, self.end = None, -1  # what was known may have been wrong
         self.since = since
-        self.failed: KafkaError | None = None
 
     def add(self, offset: int, message: Message | None) -> None:
-        for hole in range(self.position, offset):
-            self.ahead.append((hole, None))
+        self.ahead += [None] * (offset - self.position)
         self.position = offset
         if message is not None:
-            self.ahead.append((offset, message))
+            self.ahead.append(message)
             self.bytes += len(message)
             self.position = offset + 1
 
+    def extend(self, messages: list[Message]) -> None:
+        """Add messages that follow on each other and on what is there."""
+        self.ahead += messages
+        self.bytes += sum(map(len, messages))
+        self.position += len(messages)
+
+    @property
+    def left(self) -> int:
+        return len(self.ahead) - self.taken
+
     def drop(self, count: int) -> list[Entry]:
-        taken = [self.ahead.popleft() for _ in range(count)]
-        self.bytes -= sum(len(message) for _, message in taken if message is not None)
+        left, first = self.left, self.taken
+        self.taken += count
         self.start += count
-        return taken
+        self.bytes -= self.bytes * count // max(left, 1)  # by their average
+        found = self.ahead[first : self.taken]
+        if count == left:
+            self.ahead, self.taken, self.bytes = [], 0, 0
+        elif self.taken > SPENT_MAX:
+            del self.ahead[: self.taken]
+            self.taken = 0
+        return found
 
 
 class Reader:
@@ -105,7 +126,7 @@ class Reader:
         self._room = threading.Semaphore(BATCHES_WAITING)
 
     async def read(self, topic: str, partition: int, offset: int, end: int) -> list[Entry]:
-        """Return what is at the offsets from ``offset`` up to ``end``, which all exist.
+        """Return what is at each offset from ``offset`` up to ``end``, which all exist.
 
         Raises ``Trimmed`` when they do not, ``Unreachable`` when Kafka does not send them.
         """
@@ -117,15 +138,15 @@ class Reader:
             taken: list[Entry] = []
             deadline = self._link.clock.monotonic_s() + self._link.answer_s
             while offset + len(taken) < end:
-                if not lane.ahead:
+                if not lane.left:
                     await self._more(lane, deadline)
-                taken += lane.drop(min(len(lane.ahead), end - offset - len(taken)))
+                taken += lane.drop(min(lane.left, end - offset - len(taken)))
             self._flow(lane)
             return taken
 
     async def _more(self, lane: _Lane, deadline: float) -> None:
         self._flow(lane)
-        while not lane.ahead:
+        while not lane.left:
             lane.changed.clear()
             if lane.failed is not None:
                 if lane.failed.code() in _OUT_OF_RANGE:
@@ -142,9 +163,19 @@ class Reader:
             self._move(lane, offset)
 
     def has(self, topic: str, partition: int, offset: int, end: int) -> bool:
-        """Say whether all of a range was read ahead."""
+        """Say whether a range goes on where the lane is, and all of it is there."""
         lane = self._lanes.get((topic, partition))
-        return lane is not None and lane.failed is None and lane.start <= offset and end <= lane.position
+        return (
+            lane is not None
+            and lane.failed is None
+            and lane.start <= offset <= lane.position
+            and end <= max(lane.position, lane.end)
+        )
+
+    def learn(self, topic: str, partition: int, end: int) -> None:
+        """Take note of where a partition ends, so that reading on need not ask."""
+        lane = self._lane(topic, partition)
+        lane.end = max(lane.end, end)
 
     def listens(self, topic: str, partition: int, offset: int) -> bool:
         """Say whether the lane is at the end, and this is it."""
@@ -205,11 +236,11 @@ class Reader:
 
     def _flow(self, lane: _Lane) -> None:
         """Stop what is read ahead when it is much, and go on when it is used up."""
-        much = len(lane.ahead) > AHEAD_MESSAGES or lane.bytes > AHEAD_BYTES
+        much = lane.left > AHEAD_MESSAGES or lane.bytes > AHEAD_BYTES
         if much and not lane.paused:
             lane.paused = True
             self._order(lambda consumer: consumer.pause([lane.place]))
-        elif lane.paused and len(lane.ahead) < AHEAD_MESSAGES // 4:
+        elif lane.paused and lane.left < AHEAD_MESSAGES // 4:
             lane.paused = False
             self._order(lambda consumer: consumer.resume([lane.place]))
 
@@ -227,7 +258,7 @@ class Reader:
     def _took(self, serial: int, batch: list[Message]) -> None:
         self._room.release()
         touched: set[_Lane] = set()
-        for message in batch:
+        for message in self._rest(serial, batch, touched):
             lane = self._lanes.get((message.topic() or "", message.partition() or 0))
             if lane is None or serial < lane.since:
                 continue
@@ -244,6 +275,23 @@ class Reader:
         for lane in touched:
             self._flow(lane)
             lane.changed.set()
+
+    def _rest(self, serial: int, batch: list[Message], touched: set[_Lane]) -> list[Message]:
+        """Take a batch as a whole if it goes on where one lane is, the common case; return what is left to look at."""
+        first, count = batch[0], len(batch)
+        lane = self._lanes.get((first.topic() or "", first.partition() or 0))
+        if (
+            lane is None
+            or serial < lane.since
+            or any(map(_ERROR, batch))
+            or len(set(map(_TOPIC, batch))) > 1
+            or len(set(map(_PARTITION, batch))) > 1
+            or list(map(_OFFSET, batch)) != list(range(lane.position, lane.position + count))
+        ):
+            return batch
+        lane.extend(batch)
+        touched.add(lane)
+        return []
 
     # --- the thread ---
 

@@ -7,7 +7,8 @@ the event, the event came second. Every reader sees that alike, and reads a note
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -19,12 +20,14 @@ from postbus.log.kafka.names import MESSAGE_BYTES_MAX
 from postbus.model import Event, LimitExceeded, Trust
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from confluent_kafka import Message
 
     from postbus.log.wire import Carried
     from postbus.model import Draft
 
-__all__ = ["FOREIGN", "Looked", "carried_of", "event_of", "looked_of", "note", "record_of", "row_of"]
+__all__ = ["FOREIGN", "Looked", "carried_of", "events_of", "looked_of", "note", "record_of", "row_of"]
 
 FOREIGN = "kafka"
 AFTER = "postbus-after"
@@ -54,15 +57,23 @@ def record_of(topic: str, partition: int, draft: Draft, append_id: str, now_us: 
     return Record(topic, partition, body, headers, None if draft.key is None else draft.key.encode())
 
 
-def event_of(stream: str, partition: int, offset: int, message: Message | None) -> Event:
-    """Return the event at an offset, whoever wrote it; for what Kafka keeps for itself, a note that says so."""
+def events_of(stream: str, partition: int, first: int, entries: Sequence[Message | None]) -> list[Event]:
+    """Return the events from an offset on, whoever wrote them; for what Kafka keeps for itself, a note that says so."""
+    heads: list[Any] = [None if each is None else each.headers() for each in entries]
+    headers = [head[0][1] if head and head[0][0] == wire.HEADER else _among(head, wire.HEADER) for head in heads]
+    bodies = [b"" if each is None else each.value() or b"" for each in entries]
+    made = wire.our_events(stream, partition, first, headers, bodies)
+    return [
+        event or _other(stream, partition, offset, message)
+        for offset, message, event in zip(count(first), entries, made, strict=False)
+    ]
+
+
+def _other(stream: str, partition: int, offset: int, message: Message | None) -> Event:
     if message is None:
         return note(stream, partition, offset, HOLE, {"why": "Kafka keeps a mark of a transaction here"}, 0)
     kind, at_ms = message.timestamp()
-    at_us = at_ms * 1000 if kind else 0
-    return wire.event_of(
-        stream, partition, offset, _header(message, wire.HEADER), message.value() or b"", FOREIGN, at_us
-    )
+    return wire.foreign_event(stream, partition, offset, message.value() or b"", FOREIGN, at_ms * 1000 if kind else 0)
 
 
 def note(stream: str, partition: int, offset: int, topic: str, why: dict[str, object], at_us: int) -> Event:
@@ -98,8 +109,11 @@ def row_of(partition: int, offset: int, message: Message | None) -> Row | None:
 
 
 def _header(message: Message, name: str) -> bytes | None:
-    headers = message.headers()
-    for found, value in headers if isinstance(headers, list) else ():
+    return _among(message.headers(), name)
+
+
+def _among(headers: Any, name: str) -> bytes | None:
+    for found, value in headers or ():
         if found == name:
-            return value if isinstance(value, bytes) else None
+            return value  # type: ignore[no-any-return]
     return None

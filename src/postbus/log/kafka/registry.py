@@ -10,10 +10,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
-from confluent_kafka import KafkaError, TopicPartition
+from confluent_kafka import KafkaError
 
 from postbus.log.kafka import names
-from postbus.log.kafka.link import END, GONE, NewTopic, Record
+from postbus.log.kafka.extents import offsets
+from postbus.log.kafka.link import END, NewTopic, Record
 from postbus.log.kafka.reading import Trimmed
 from postbus.model import NotFound, Refused, Stream, StreamSettings
 
@@ -74,25 +75,18 @@ class Registry:
 
     async def refresh(self) -> None:
         """Read everything that was decided before this call."""
-        place = TopicPartition(self._topic, 0)
         while True:
             if not self._made:
                 await make_topic(self._link, self._topic, 1, self._replicas, names.REGISTRY)
                 self._made = True
-            said = (
-                await self._link.ask(
-                    lambda admin: admin.list_offsets({place: END}, request_timeout=self._link.answer_s)
-                )
-            )[place]
-            if not isinstance(said, KafkaError):
+            ends = await offsets(self._link, self._topic, [0], END)
+            if ends is not None:
                 break
             self._made = False
-            if said.code() not in GONE:
-                raise self._link.lost(said.str())
         async with self._lock:
             try:
-                if self._next < said.offset:
-                    self._apply(await self._reader.read(self._topic, 0, self._next, said.offset))
+                if self._next < ends[0]:
+                    self._apply(await self._reader.read(self._topic, 0, self._next, ends[0]))
             except Trimmed:
                 raise Refused(f"the topic {self._topic} was cut off: it says which streams there are") from None
 
@@ -117,7 +111,7 @@ class Registry:
         return self._streams.get(name)
 
     def _apply(self, entries: Sequence[Entry]) -> None:
-        for _, message in entries:
+        for message in entries:
             self._next += 1
             try:
                 decision = _decode(message.value() or b"") if message is not None else None

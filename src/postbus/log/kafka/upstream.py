@@ -9,18 +9,21 @@ import logging
 from typing import TYPE_CHECKING
 from zlib import crc32
 
-from confluent_kafka import ConsumerGroupTopicPartitions, KafkaError, TopicPartition
+from confluent_kafka import KafkaError, TopicPartition
 
 from postbus.clock import SystemClock
 from postbus.log.heads import choose_partition
 from postbus.log.kafka import names
 from postbus.log.kafka.appending import Call, Line
-from postbus.log.kafka.identities import Identities, offsets
+from postbus.log.kafka.extents import offsets
+from postbus.log.kafka.groups import Groups
+from postbus.log.kafka.identities import Identities
 from postbus.log.kafka.link import END, FIRST, GONE, ConfigResource, Link, ResourceType
-from postbus.log.kafka.reading import Reader, Trimmed
+from postbus.log.kafka.reading import Trimmed
 from postbus.log.kafka.records import carried_of, record_of
 from postbus.log.kafka.registry import Registry, make_topic
 from postbus.log.kafka.repeats import Repeats
+from postbus.log.kafka.sharing import SharedReader
 from postbus.log.settings import check_settings
 from postbus.model import (
     Draft,
@@ -90,11 +93,12 @@ class Kafka:
         self._replicas = replicas
         self._synced = synced
         self._link = Link(address, answer_s, clock or SystemClock(), config or {})
-        self._tail = Reader(self._link, 100)
-        self._scout = Reader(self._link, 5)
+        self._tail = SharedReader(self._link, 100)
+        self._scout = SharedReader(self._link, 5)
         self._registry = Registry(self._link, self._tail, prefix, replicas, self._gone)
         self._identities = Identities(self._link, self._scout, prefix, replicas, data)
         self._repeats = Repeats(self._scout)
+        self._groups = Groups(self._link)
         self._lines: dict[tuple[str, int], Line] = {}
         self._durability: dict[str, Durability] = {}
         self._turn = itertools.count()
@@ -176,7 +180,7 @@ class Kafka:
         self._durability.pop(topic, None)
         self._lines.pop((stream.name, stream.epoch), None)
         for partition in range(stream.settings.partitions):
-            self._tail.forget(topic, partition)
+            self._tail.end(topic, partition)
             self._repeats.forget(topic, partition)
 
     # --- appending ---
@@ -279,7 +283,7 @@ class Kafka:
                 except Trimmed:
                     offset = max(offset, (await self.extents(stream))[partition][0])
                     continue
-                for at, message in entries:
+                for at, message in enumerate(entries, offset):
                     carried = carried_of(message)
                     if carried is not None and carried.append_id in wanted:
                         found.setdefault(carried.append_id, (partition, at))
@@ -298,6 +302,7 @@ class Kafka:
             start, end = offset, offset + limit
             if not self._tail.has(topic, partition, offset, end):
                 first, last = await self._extent(stream, topic, partition)
+                self._tail.learn(topic, partition, last)
                 start = max(offset, first)
                 end = min(start + limit, last)
                 if start >= end:
@@ -306,7 +311,7 @@ class Kafka:
                 entries = await self._tail.read(topic, partition, start, end)
             except Trimmed:
                 continue
-            return await self._repeats.events(stream.name, topic, partition, entries)
+            return await self._repeats.events(stream.name, topic, partition, start, entries)
         raise self._link.lost(f"what {topic} keeps changes faster than it is read")
 
     async def extents(self, stream: Stream) -> list[tuple[int, int]]:
@@ -382,17 +387,7 @@ class Kafka:
         """
         topic = await self._alive(stream)
         places = [TopicPartition(topic, partition, following) for partition, following in nexts.items()]
-        wanted = ConsumerGroupTopicPartitions(group, places)
-        said = (
-            await self._link.ask(
-                lambda admin: admin.alter_consumer_group_offsets([wanted], request_timeout=self.answer_s)
-            )
-        )[group]
-        if isinstance(said, KafkaError):
-            raise Refused(f"Kafka does not keep the offsets of group {group}: {said.str()}")
-        for place in said.topic_partitions or ():
-            if place.error is not None:
-                raise Refused(f"Kafka does not keep the offset of {place.topic}/{place.partition}: {place.error.str()}")
+        await self._groups.commit(group, places)
 
     def watch(self, came_up: Callable[[], None]) -> None:
         """See ``Upstream.watch``."""

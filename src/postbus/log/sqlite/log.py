@@ -237,6 +237,8 @@ class SqliteLog(CursorLog):
         deadline = clock.monotonic_s() + timeout_s
         key = (stream, partition)
         while True:
+            if self._ahead(key, offset):  # committed by this process: nobody needs to be asked
+                return True
             self.store.writer.notice()
             if (await self._where(stream, partition))[1] > offset:
                 return True
@@ -245,6 +247,18 @@ class SqliteLog(CursorLog):
                 return False
             # Commits of this process wake at once; those of others are looked for a few times a second.
             await self._published.waiters.wait(key, lambda: self._grown(key, offset), min(left, POLL_S))
+
+    def recent(self, stream: str, partition: int, offset: int, limit: int) -> list[Event]:
+        """Return events from ``offset`` on that are in memory; none when ``fetch`` has to look for them."""
+        key = (stream, partition)
+        if not self._ahead(key, offset):
+            return []
+        end = min(self._published.extents[key][1], offset + limit)
+        return self._published.tails.get(key, offset, end) or []
+
+    def _ahead(self, key: tuple[str, int], offset: int) -> bool:
+        extent = self._published.extents.get(key)
+        return extent is not None and extent[0] <= offset < extent[1]
 
     def _grown(self, key: tuple[str, int], offset: int) -> bool:
         extent = self._published.extents.get(key)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from postbus.spark.lake import Batch, Lake, Segment
 
-__all__ = ["LakeProblem", "LakeReport", "chained", "verify_lake"]
+__all__ = ["LakeProblem", "LakeReport", "archived", "chained", "verify_lake"]
 
 # The facts of an event in the order in which its chain covers them.
 FACTS = (
@@ -95,11 +95,17 @@ def _result() -> pa.Schema:
     return pa.schema([(name, kinds[kind]) for name, kind in (field.split() for field in RESULT.split(", "))])
 
 
-def verify_lake(spark: SparkSession, lake: Lake, data: str | None = None) -> LakeReport:
-    """Check every event of the lake, and against the log in ``data`` as far as that still has them."""
+def archived(lake: Lake) -> list[Batch]:
+    """Return the batches of a lake. Raises ``NotFound`` when it has none."""
     batches = lake.batches()
     if not batches:
         raise NotFound(f"there is no archive in {lake.url}", hint="`postbus pipeline archive` makes one")
+    return batches
+
+
+def verify_lake(spark: SparkSession, lake: Lake, data: str | None = None) -> LakeReport:
+    """Check every event of the lake, and against the log in ``data`` as far as that still has them."""
+    batches = archived(lake)
     before = {f"{b.number}/{s.stream}/{s.partition}": s.before for b in batches for s in b.segments}
     found = {(r.batch, r.stream, r.partition): r for r in chained(lake.frame(spark, batches), before).collect()}
     report = LakeReport(batches=len(batches), events=0, compared=0, problems=[], verified={})
