@@ -201,11 +201,11 @@ async def test_a_look_that_came_too_early_does_not_open_the_straight_way(log: Sq
             await self.seen.wait()
             return await super().put_all(stream, events, tried=tried, since=since)
 
-        async def head(self, limit: int) -> list[SpoolEntry | Broken]:
+        async def head(self, limit: int, bytes_max: int) -> tuple[list[SpoolEntry | Broken], bool]:
             if self.seen.is_set():
                 await self.again.wait()
-                return await super().head(limit)
-            found = await super().head(limit)
+                return await super().head(limit, bytes_max)
+            found = await super().head(limit, bytes_max)
             if self.entering.is_set():
                 self.seen.set()
                 await self.said.wait()

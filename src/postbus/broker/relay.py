@@ -32,7 +32,7 @@ __all__ = ["BREAKER_TOPIC", "Relay"]
 
 logger = logging.getLogger("postbus.broker")
 
-BATCH = 100
+BATCH = 500
 BATCH_BYTES = 4 * 1024 * 1024
 REFUSALS_MAX = 3
 REFUSED_RETRY_S = 1.0
@@ -217,7 +217,7 @@ class Relay:
         self._held = False
         puts = self._puts
         holding = self._lock.acquire()
-        batch = await self.spool.head(BATCH if holding else 1)
+        batch, whole = await self.spool.head(BATCH if holding else 1, BATCH_BYTES)
         if not batch:
             self._lock.release()
             if puts == self._puts and not self._entering:
@@ -229,7 +229,7 @@ class Relay:
         self._direct = False
         if not holding:
             return LOOK_S
-        if len(batch) < BATCH and self.breaker.state is BreakerState.CLOSED:
+        if whole and self.breaker.state is BreakerState.CLOSED:
             self._door.clear()
         wait_s = await self._send(batch)
         if wait_s:
@@ -309,12 +309,10 @@ class Relay:
 
 
 def _readable(batch: list[SpoolEntry | Broken]) -> list[SpoolEntry]:
-    """Return the events up to the first that cannot be read, at least one, and no more than may be on their way."""
+    """Return the events up to the first that cannot be read."""
     found: list[SpoolEntry] = []
-    size = 0
     for entry in batch:
-        if isinstance(entry, Broken) or (found and size > BATCH_BYTES):
+        if isinstance(entry, Broken):
             break
-        size += len(entry.draft.payload_json)
         found.append(entry)
     return found

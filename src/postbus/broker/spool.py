@@ -42,6 +42,7 @@ HEAD = """
     SELECT sequence, stream, identity, tried, draft, attempts, enqueued_at_us FROM spool_rows WHERE NOT dead
     ORDER BY sequence LIMIT ?
 """
+DRAFT = 4  # the column of it
 OLDEST = "SELECT enqueued_at_us FROM spool_rows WHERE NOT dead ORDER BY sequence LIMIT 1"
 DEAD = "SELECT count(*) FROM spool_rows WHERE dead"
 REMOVE = "DELETE FROM spool_rows WHERE sequence = ? AND NOT dead"
@@ -183,10 +184,21 @@ class Spool:
         self._fullness = max((rows + len(raws)) / self.rows_max, (size + more) / self.bytes_max)
         return sequences
 
-    async def head(self, limit: int) -> list[SpoolEntry | Broken]:
-        """Return the oldest entries, in order."""
-        rows = await self._log.store.read(lambda db: list(db.execute(HEAD, (limit,))))
-        return [_decode(*row) for row in rows]
+    async def head(self, limit: int, bytes_max: int) -> tuple[list[SpoolEntry | Broken], bool]:
+        """Return the oldest entries, in order and not many more bytes than that, and whether these were all."""
+
+        def look(db: apsw.Connection) -> tuple[list[tuple[Any, ...]], bool]:
+            rows: list[tuple[Any, ...]] = []
+            size = 0
+            for row in db.execute(HEAD, (limit,)):
+                rows.append(row)
+                size += len(row[DRAFT])
+                if size > bytes_max:
+                    return rows, False
+            return rows, len(rows) < limit
+
+        rows, whole = await self._log.store.read(look)
+        return [_decode(*row) for row in rows], whole
 
     async def remove(self, sequences: Sequence[int]) -> None:
         """Take away what the remote has acknowledged."""
