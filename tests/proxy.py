@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from types import TracebackType
 from typing import Self
+
+from tests.listening import Listener
 
 __all__ = ["Proxy"]
 
 
-class Proxy:
+class Proxy(Listener):
     """Passes bytes on to a port.
 
     ``drop``: the share of answers that are lost with their connection, once the server has done its work; half of them
@@ -19,43 +20,26 @@ class Proxy:
     """
 
     def __init__(self, port: int, *, drop: float = 0.0, cut_s: float | None = None, seed: int = 1, at: int = 0) -> None:
+        super().__init__(at)
         self._port = port
-        self._at = at
         self._drop = drop
         self._cut_s = cut_s
         self._chance = random.Random(seed)
-        self._tasks: set[asyncio.Task[None]] = set()
         self.connections = self.dropped = 0
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", self._at)
-        self.port = self._server.sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        await super().__aenter__()
+        self.url = f"http://{self.address}"
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def to(self, port: int) -> None:
         """Pass new connections on to another port."""
         self._port = port
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """See ``Listener.serve``."""
         self.connections += 1
-        try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:
-            writer.transport.abort()
-            return
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
         ways = [
             asyncio.create_task(self._pass(reader, far_writer)),
             asyncio.create_task(self._answer(far_reader, writer)),
@@ -66,8 +50,7 @@ class Proxy:
             for way in ways:
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
-            for end in (writer, far_writer):
-                end.transport.abort()
+            far_writer.transport.abort()
 
     async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):

@@ -21,6 +21,7 @@ TENANT = "agents.demo"
 TOPIC = "agents.demo.orders"
 DLQ = "agents.demo.orders-dlq"
 SUB = "order-processor"
+TURNS = 50
 
 
 class Office:
@@ -84,11 +85,11 @@ async def office(tmp_path: Path) -> AsyncIterator[Office]:
     await made.close()
 
 
-async def turns(count: int = 50) -> None:
+async def turns(count: int = TURNS) -> None:
     """Let everything that can run do so; readers of the table work on threads."""
     for _ in range(count):
         await asyncio.sleep(0)
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01 if count < TURNS else 0.05)  # a settlement waits some milliseconds for more
     for _ in range(count):
         await asyncio.sleep(0)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from types import TracebackType
-from typing import Self
+
+from tests.listening import Listener
 
 __all__ = ["Brokerless"]
 
@@ -23,43 +23,29 @@ def text(value: str) -> bytes:
     return struct.pack(">h", len(value)) + value.encode()
 
 
-class Brokerless:
+class Brokerless(Listener):
     """``hangs`` says whether it has come to that."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.hangs = False
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self._port = self._server.sockets[0].getsockname()[1]
-        self.address = f"127.0.0.1:{self._port}"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.close()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                (size,) = struct.unpack(">i", await reader.readexactly(4))
-                request = await reader.readexactly(size)
-                kind, version, number, name = struct.unpack_from(">hhih", request)
-                if kind == VERSIONS:
-                    body = struct.pack(">hi", UNSUPPORTED_VERSION if version else 0, len(SPOKEN))
-                    body += b"".join(struct.pack(">hhh", one, last, last) for one, last in SPOKEN)
-                elif kind == METADATA:
-                    body = self._metadata(request[10 + max(name, 0) :])
-                else:
-                    self.hangs = True
-                    continue
-                writer.write(struct.pack(">ii", len(body) + 4, number) + body)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.transport.abort()
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """See ``Listener.serve``."""
+        while True:
+            (size,) = struct.unpack(">i", await reader.readexactly(4))
+            request = await reader.readexactly(size)
+            kind, version, number, name = struct.unpack_from(">hhih", request)
+            if kind == VERSIONS:
+                body = struct.pack(">hi", UNSUPPORTED_VERSION if version else 0, len(SPOKEN))
+                body += b"".join(struct.pack(">hhh", one, last, last) for one, last in SPOKEN)
+            elif kind == METADATA:
+                body = self._metadata(request[10 + max(name, 0) :])
+            else:
+                self.hangs = True
+                continue
+            writer.write(struct.pack(">ii", len(body) + 4, number) + body)
+            await writer.drain()
 
     def _metadata(self, asked: bytes) -> bytes:
         (count,) = struct.unpack_from(">i", asked)
@@ -71,6 +57,6 @@ class Brokerless:
             at += 2 + size
         brokers, gone = struct.pack(">i", 0), self.hangs and not count
         if not gone:
-            brokers = struct.pack(">ii", 1, BROKER) + text("127.0.0.1") + struct.pack(">ih", self._port, -1)
+            brokers = struct.pack(">ii", 1, BROKER) + text("127.0.0.1") + struct.pack(">ih", self.port, -1)
         controller = struct.pack(">i", NOBODY if gone else BROKER)
         return struct.pack(">i", 0) + brokers + text("cluster") + controller + struct.pack(">i", max(count, 0)) + topics

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from types import TracebackType
-from typing import Self
+
+from tests.listening import Listener
 
 __all__ = ["Pipe", "Valve"]
 
@@ -27,44 +27,27 @@ class Pipe:
         self._near.transport.abort()
 
 
-class Valve:
+class Valve(Listener):
     def __init__(self, port: int) -> None:
+        super().__init__()
         self._port = port
-        self._tasks: set[asyncio.Task[None]] = set()
         self.pipes: list[Pipe] = []
         self.moved = asyncio.Condition()
 
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """See ``Listener.serve``."""
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
         pipe = Pipe(writer)
         self.pipes.append(pipe)
         ways = [self._pass(pipe, reader, far_writer, back=False), self._pass(pipe, far_reader, writer, back=True)]
         tasks = [asyncio.create_task(way) for way in ways]
-        me = asyncio.current_task()
-        assert me is not None
-        self._tasks.add(me)
-        me.add_done_callback(self._tasks.discard)
         try:
             await asyncio.wait(tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            for end in (writer, far_writer):
-                end.transport.abort()
+            far_writer.transport.abort()
 
     async def _pass(
         self, pipe: Pipe, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, back: bool
