@@ -75,7 +75,8 @@ class Broker:
     def late(self, stream: Stream, partition: int, one: Draft, looked: Looked) -> None:
         """Append as a publisher does that had looked only so far."""
         made = record_of(topic_of(self.prefix, stream), partition, one, "late", NOW_US, looked)
-        self.foreign(stream, partition, made.body, headers=made.headers, key=made.key)
+        _, _, body, headers, key = made
+        self.foreign(stream, partition, body, headers=headers, key=key)
 
     def transaction(self, stream: Stream, partition: int, *bodies: bytes, commit: bool = True) -> None:
         """Let somebody write in a transaction, whose end takes an offset that has no record."""

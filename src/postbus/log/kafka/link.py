@@ -7,7 +7,7 @@ import contextlib
 import threading
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # it does not say what it exports
@@ -80,14 +80,9 @@ _SAFE = {
 }
 
 
-class Record(NamedTuple):
-    """What is put on a topic."""
-
-    topic: str
-    partition: int
-    body: bytes | None
-    headers: list[tuple[str, str | bytes | None]]
-    key: bytes | None = None
+Headers = list[tuple[str, str | bytes | None]]
+Record = tuple[str, int, bytes | None, Headers, bytes | None]
+"""What is put on a topic: the topic and partition, a body, headers, a key."""
 
 
 def code_of(error: BaseException) -> KafkaError:
@@ -107,6 +102,16 @@ class Sending:
         self.answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiter: asyncio.Event | None = None
         self._taken = self._dropped = 0  # one written by the producer's thread, the other by the loop
+
+    @property
+    def failed(self) -> KafkaError | None:
+        """The first error among the outcomes."""
+        return next((said for said in self.outcomes if isinstance(said, KafkaError)), None)
+
+    @property
+    def offsets(self) -> list[int]:
+        """The outcomes, if none has failed."""
+        return cast("list[int]", self.outcomes)
 
     def take(self, index: int, ended: list[Sending], error: KafkaError | None, message: Message) -> None:
         """Note one outcome; called on the producer's thread."""

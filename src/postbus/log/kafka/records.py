@@ -15,7 +15,6 @@ import msgspec
 from postbus.log import wire
 from postbus.log.heads import Identity, digest_of
 from postbus.log.kafka.index import Row
-from postbus.log.kafka.link import Record
 from postbus.log.kafka.names import MESSAGE_BYTES_MAX
 from postbus.model import Event, LimitExceeded, Trust
 
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
     from confluent_kafka import Message
 
+    from postbus.log.kafka.link import Headers, Record
     from postbus.log.wire import Carried
     from postbus.model import Draft
 
@@ -51,10 +51,10 @@ def record_of(topic: str, partition: int, draft: Draft, append_id: str, now_us: 
         raise LimitExceeded(
             f"the event takes {size:,} bytes with its headers; the limit on Kafka is {MESSAGE_BYTES_MAX:,}"
         )
-    headers: list[tuple[str, str | bytes | None]] = [(wire.HEADER, header)]
+    headers: Headers = [(wire.HEADER, header)]
     if looked is not None:
         headers.append((AFTER, b"%d:%d" % looked))
-    return Record(topic, partition, body, headers, None if draft.key is None else draft.key.encode())
+    return topic, partition, body, headers, None if draft.key is None else draft.key.encode()
 
 
 def events_of(stream: str, partition: int, first: int, entries: Sequence[Message | None]) -> list[Event]:

@@ -201,7 +201,7 @@ class Kafka:
             return await self._identified(stream, topic, Call(drafts, ids, now_us, partition))
         if stream.settings.partitions == 1:
             partition = 0
-        places = [self._place(stream, draft) if partition is None else partition for draft in drafts]
+        places = [self._place(stream, draft) for draft in drafts] if partition is None else [partition] * len(drafts)
         records = [
             record_of(topic, place, draft, append_id, now_us, None)
             for draft, place, append_id in zip(drafts, places, ids, strict=True)
@@ -211,13 +211,13 @@ class Kafka:
         except Unreachable:
             await self._still_there(stream)
             raise
-        durability = self._durability.get(topic, Durability.RELAXED)
-        receipts = []
-        for place, said in zip(places, sending.outcomes, strict=True):
-            if isinstance(said, KafkaError):
-                raise await self._refusal(said, stream, topic)
-            receipts.append(Receipt(stream.name, place, said, False, durability, now_us))
-        return receipts
+        if sending.failed is not None:
+            raise await self._refusal(sending.failed, stream, topic)
+        name, durability = stream.name, self._durability.get(topic, Durability.RELAXED)
+        return [
+            Receipt(name, place, offset, False, durability, now_us)
+            for place, offset in zip(places, sending.offsets, strict=True)
+        ]
 
     async def _identified(self, stream: Stream, topic: str, call: Call) -> list[Receipt]:
         for draft, append_id in zip(call.drafts, call.ids, strict=True):
