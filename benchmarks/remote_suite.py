@@ -241,8 +241,12 @@ class BareKafka(Work):
         for thread in self._threads:
             thread.start()
 
+    @property
+    def _settings(self) -> dict[str, Any]:
+        return {**self._common, "group.id": self._topic, "enable.auto.commit": False}
+
     def _reader(self) -> Any:
-        reader = self._kafka.Consumer({**self._common, "group.id": self._topic, "enable.auto.commit": False})
+        reader = self._kafka.Consumer(self._settings)
         reader.assign([self._kafka.TopicPartition(self._topic, 0, 0)])
         return reader
 
@@ -283,13 +287,14 @@ class BareKafka(Work):
         self._producer.flush()
 
     async def read(self, count: int) -> None:
-        """See ``Work.read``."""
-        reader, found = self._reader(), 0
+        """See ``Work.read``: with the client's own reader for asyncio, which does not block the loop either."""
+        reader, found = importlib.import_module("confluent_kafka.aio").AIOConsumer(self._settings), 0
+        await reader.assign([self._kafka.TopicPartition(self._topic, 0, 0)])
         while found < count:
-            for message in reader.consume(BATCH, 1.0):
+            for message in await reader.consume(BATCH, 1.0):
                 self._give(message)
                 found += 1
-        reader.close()
+        await reader.close()
 
     async def stop(self) -> None:
         """See ``Contender.close``."""

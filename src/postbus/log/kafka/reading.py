@@ -260,7 +260,7 @@ class Reader:
         touched: set[_Lane] = set()
         for message in self._rest(serial, batch, touched):
             lane = self._lanes.get((message.topic() or "", message.partition() or 0))
-            if lane is None or serial < lane.since:
+            if lane is None or lane.position < 0 or serial < lane.since:  # of a lane that was there before
                 continue
             touched.add(lane)
             offset, error = message.offset() or 0, message.error()
