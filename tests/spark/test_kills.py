@@ -65,14 +65,14 @@ def workers_killed(count: int = 2) -> Iterator[list[int]]:
 
 
 def fresh_workers() -> list[int]:
-    """The Python workers below this process: what Spark's daemon has forked."""
+    """The Python workers of tasks below this process; who plans a read is not started again when it is killed."""
     parents: dict[int, int] = {}
     daemons: set[int] = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 parents[int(entry.name)] = int(entry.joinpath("stat").read_text().rpartition(")")[2].split()[1])
-                if b"pyspark.daemon" in entry.joinpath("cmdline").read_bytes():
+                if b"pyspark.daemon\0pyspark.worker\0" in entry.joinpath("cmdline").read_bytes():
                     daemons.add(int(entry.name))
             except OSError:
                 continue
