@@ -14,7 +14,7 @@ from postbus.bus.outlet import TURN_S
 from postbus.log import ReplicaLog
 from postbus.model import Draft, Receipt, Refused, StreamSettings, Unreachable
 from tests.conformance.log_suite import fact
-from tests.memory_upstream import serve
+from tests.memory_upstream import MemoryServer, serve
 from tests.remote.conftest import REMOTES
 from tests.remote.nodes import STREAM, node, payloads, until
 
@@ -44,6 +44,17 @@ def refusing(log: ReplicaLog, bad: bytes) -> None:
         return receipts
 
     log.upstream.append = picky  # type: ignore[method-assign,assignment]
+
+
+def hold_first(server: MemoryServer, go_on: asyncio.Event) -> None:
+    """Have the next append wait, and no later one."""
+    turns = itertools.count()
+
+    async def first_waits() -> None:
+        if next(turns) == 0:
+            await go_on.wait()
+
+    server.before_append = first_waits
 
 
 @pytest.mark.parametrize("remote", REMOTES, indirect=True)
@@ -108,15 +119,10 @@ async def test_who_stops_waiting_has_published_all_the_same(tmp_path_factory: py
 
 async def test_nobody_waits_for_an_answer_that_others_wait_for(tmp_path: Path) -> None:
     server, url = serve()
-    go_on, turns = asyncio.Event(), itertools.count()
-
-    async def first_waits() -> None:
-        if next(turns) == 0:
-            await go_on.wait()
-
+    go_on = asyncio.Event()
     async with node(url, tmp_path / "node") as log:
         await log.ensure_stream(STREAM)
-        server.before_append = first_waits
+        hold_first(server, go_on)
         first = asyncio.ensure_future(log.append(STREAM, [fact(0)]))
         await until(lambda: log.sending)
         assert (await log.append(STREAM, [fact(1)]))[0].offset == 0
@@ -128,15 +134,10 @@ async def test_nobody_waits_for_an_answer_that_others_wait_for(tmp_path: Path) -
 @pytest.mark.parametrize("late_s", [0.0, 2 * TURN_S])
 async def test_what_somebody_has_stopped_waiting_for_is_not_overtaken(tmp_path: Path, late_s: float) -> None:
     server, url = serve()
-    go_on, turns = asyncio.Event(), itertools.count()
-
-    async def first_waits() -> None:
-        if next(turns) == 0:
-            await go_on.wait()
-
+    go_on = asyncio.Event()
     async with node(url, tmp_path / "node") as log:
         await log.ensure_stream(STREAM)
-        server.before_append = first_waits
+        hold_first(server, go_on)
         first = asyncio.ensure_future(log.append(STREAM, [fact(0)]))
         await until(lambda: log.sending)
         await asyncio.sleep(late_s)

@@ -15,6 +15,7 @@ from postbus.clock import SystemClock
 from postbus.log.heads import same_content
 from postbus.model import (
     Backpressure,
+    Durability,
     IdempotencyConflict,
     NotFound,
     PostbusError,
@@ -238,10 +239,10 @@ class RemoteOutlet:
             except PostbusError as error:
                 call.end(error)
                 continue
-            now_us = self._log.store.clock.now_us()
+            now_us = self._log.store.clock.now_us()  # found, and not answered: how durable it is was not said
             call.end(
                 [
-                    new[at] if at in new else Receipt(stream, *there[name], created_at_us=now_us)
+                    new[at] if at in new else Receipt(stream, *there[name], False, Durability.RELAXED, now_us)
                     for at, name in enumerate(call.ids)
                 ]
             )

@@ -91,7 +91,7 @@ def log_frame(
 def has_connector(spark: SparkSession) -> bool:
     """Say whether Spark's own Kafka source is on the class path: the server's, through Spark Connect."""
     from py4j.protocol import Py4JJavaError  # noqa: PLC0415 - comes with PySpark
-    from pyspark.errors import PySparkException  # noqa: PLC0415
+    from pyspark.errors import PySparkException  # noqa: PLC0415 - as above
 
     reader = spark.read.format(FORMAT).option("kafka.bootstrap.servers", "127.0.0.1:1").option("subscribe", "any")
     try:
@@ -327,8 +327,8 @@ def _entries(batch: pa.RecordBatch, following: int) -> list[Any]:
 def _judging(url: str) -> Iterator[Judge]:
     """Give the log's own way from records to events; it asks Kafka only when it has to look back for a repeat."""
     from postbus.log.kafka.link import Link  # noqa: PLC0415 - needs the extra
-    from postbus.log.kafka.reading import Reader  # noqa: PLC0415
-    from postbus.log.kafka.repeats import Repeats  # noqa: PLC0415
+    from postbus.log.kafka.reading import Reader  # noqa: PLC0415 - as above
+    from postbus.log.kafka.repeats import Repeats  # noqa: PLC0415 - as above
 
     target = _target(url)
     with asyncio.Runner() as runner:
