@@ -155,7 +155,8 @@ class Store:
             check_heads(self._db, self.anchor.state())
         self.folder.hold_reserve()
         self.writer = Writer(self._db, self.folder, self._count)
-        self._upkeep = Upkeep(connect(self.folder, durability=self.durability, vfs=self._vfs), self.anchor, self.writer)
+        db = connect(self.folder, durability=self.durability, vfs=self._vfs)
+        self._upkeep = Upkeep(db, self.folder.wal, self.anchor, self.writer)
         self._db.set_wal_hook(self._upkeep.committed)
 
     def _store_id(self) -> str:

@@ -22,6 +22,7 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.database = self.path / "postbus.db"
+        self.wal = self.path / "postbus.db-wal"
         self.anchor = self.path / "anchor"
         self.reserve = self.path / "reserve"
         self.serve_lock = self.path / "serve.lock"

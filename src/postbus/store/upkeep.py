@@ -1,7 +1,8 @@
-"""Upkeep off the commit path: WAL checkpoints, the anchor's fsync, and looking after a queue nobody flushes."""
+"""Upkeep off the commit path: the WAL's length, its checkpoints, the anchor's fsync, and a queue nobody flushes."""
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -9,7 +10,11 @@ from typing import TYPE_CHECKING
 
 import apsw
 
+from postbus.store.wal import lengthen
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from postbus.store.anchor import Anchor
     from postbus.store.writer import Writer
 
@@ -18,18 +23,20 @@ __all__ = ["Upkeep"]
 TICK_S = 0.5
 CHECKPOINT_PAGES = 1_000
 RESTART_S_MAX = 0.5
+WAL_BYTES = CHECKPOINT_PAGES * 8216
 
 
 class Upkeep:
     """A thread with a connection of its own. A checkpoint that cannot be done now is done later."""
 
-    def __init__(self, db: apsw.Connection, anchor: Anchor, writer: Writer) -> None:
+    def __init__(self, db: apsw.Connection, wal: Path, anchor: Anchor, writer: Writer) -> None:
         self._db = db
+        self._path = wal
         self._anchor = anchor
         self._writer = writer
         self._pages = 0
         self._due_pages = CHECKPOINT_PAGES
-        self._stopping = False
+        self._stopping = self._long = False
         self._wake = threading.Event()
         self._restart_until = 0.0
         db.set_busy_handler(self._busy)
@@ -59,6 +66,8 @@ class Upkeep:
             try:
                 if self._pages >= self._due_pages:
                     self._checkpoint()
+                elif self._pages and not self._long:
+                    self._lengthen()
                 if time.monotonic() - synced_s >= TICK_S:  # not after every checkpoint, and not never under load
                     synced_s = time.monotonic()
                     self._anchor.sync()
@@ -69,6 +78,18 @@ class Upkeep:
             except (OSError, apsw.Error) as error:
                 self._writer.fail(error)
             self._writer.kick()
+
+    def _lengthen(self) -> None:
+        """Give the WAL of a store that stays open its whole length ahead of need; see below for why."""
+        self._long = True
+        self._restart_until = time.monotonic() + RESTART_S_MAX
+        try:
+            lengthen(self._db, self._path, WAL_BYTES)
+        except apsw.BusyError:
+            self._long = False
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOSPC, errno.EDQUOT):  # no room after all: commits do without
+                raise
 
     def _checkpoint(self) -> None:
         # PASSIVE never stands in the writer's way but cannot rewind the WAL under constant load; RESTART holds the

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
@@ -32,7 +33,7 @@ from postbus.spark.jobs.roster import Group, Roster
 from postbus.spark.jobs.shares import Page, Share, Work, halves, pages, pages_here
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable
 
     from pyspark.sql import SparkSession
 
@@ -43,11 +44,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Materialized", "backfill", "backlog", "materialize"]
 
-BUDGET = 400_000
-"""Events that one job reads, shared by all cohorts."""
+BUDGET = 800_000
+"""Events that are planned at once, shared by all cohorts."""
 SHARE_MIN = 1_000
 TASK_MIN, TASK_MAX = 2_000, 50_000
-TASKS = 8
+TASKS = 16
+WAVE = 2
+WAVES_AHEAD = 4
+"""A wave is a job of Spark's. What came of one is delivered while the next ones run, which are so many at most."""
 PAGE_MATCHES = 5_000
 TASK_MATCHES = 100_000
 POLL_S = 0.1
@@ -182,17 +186,16 @@ class _Run:
         self._progress = progress
         self._budget = BUDGET
         self._fruitless = 0
+        self._total = 0
         self.done = Materialized()
 
     async def once(self) -> None:
         """Serve what is in the log now."""
         goals = {extent.key: extent.head for extent in await self._roster.extents()}
         groups = await self._plan(goals)
-        total = self.done.events + sum(group.head - group.offset for group in groups)
-        self._progress(self.done.events, total)
+        self._expect(groups)
         while groups:
             await self._job(groups)
-            self._progress(min(self.done.events, total), total)
             groups = await self._plan(goals)
 
     async def follow(self, stop: asyncio.Event) -> None:
@@ -200,12 +203,15 @@ class _Run:
         while not stop.is_set():
             seen = self._log.foreign_changes
             groups = await self._plan()
-            waiting = sum(group.head - group.offset for group in groups)
-            self._progress(self.done.events, self.done.events + waiting)
+            self._expect(groups)
             if groups:
                 await self._job(groups)
             else:
                 await self._rest(stop, seen)
+
+    def _expect(self, groups: list[Group]) -> None:
+        self._total = self.done.events + sum(group.head - group.offset for group in groups)
+        self._progress(self.done.events, self._total)
 
     async def _rest(self, stop: asyncio.Event, seen: int) -> None:
         """Wait until somebody else has changed the store, or for a while."""
@@ -231,38 +237,52 @@ class _Run:
 
     async def _job(self, groups: list[Group]) -> None:
         """Have Spark match the groups' ranges, and deliver what it found as far as it came."""
-        starts = [group.offset for group in groups]
-        far = self._here != self._data
-        own = [number for number, group in enumerate(groups) if far and stays_here(group.extent.stream)]
-        try:
-            found = await asyncio.to_thread(_collected, self._spark, _work(self._data, groups, set(own)))
-            if own:
-                others = set(range(len(groups))) - set(own)
-                found += await asyncio.to_thread(pages_here, _work(self._here, groups, others))
-        except (NotFound, OffsetOutOfRange) as error:  # retention or a deletion was quicker: the next plan knows
-            await self._pause(error)
-            return
+        before = self.done.events
         gone: PostbusError | None = None
-        for page in found:
-            group = groups[page.cohort]
-            if page.start == group.offset:
-                try:
-                    await self._deliver(group, page)
-                except (Conflict, NotFound) as error:  # somebody was moved or removed: the next plan knows
-                    gone = error
+        async with contextlib.aclosing(self._pages(groups)) as found:
+            try:
+                async for page in found:
+                    group = groups[page.cohort]
+                    if page.start == group.offset:
+                        try:
+                            await self._deliver(group, page)
+                        except (Conflict, NotFound) as error:  # somebody was moved or removed: the next plan knows
+                            gone = error
+            except (NotFound, OffsetOutOfRange) as error:  # retention or a deletion was quicker: the next plan knows
+                gone = error
         for group in groups:
             if group.offset < group.end and (moves := group.moves(group.members, group.offset)):
                 with contextlib.suppress(Conflict, NotFound):
                     await self._write(group, [], moves)
-        came = sum(group.offset - start for group, start in zip(groups, starts, strict=True))
+        came = self.done.events - before
         cut = gone is None and any(group.offset < group.end for group in groups)
         self._budget = came if cut else min(BUDGET, self._budget * 2)
         self.done.jobs += 1
-        self.done.events += came
         if came:
             self._fruitless = 0
         else:
             await self._pause(gone or Conflict("Spark has read nothing"))
+
+    async def _pages(self, groups: list[Group]) -> AsyncGenerator[Page]:
+        """Yield what Spark found, in order; it goes on while a page is delivered."""
+        far = self._here != self._data
+        own = {number for number, group in enumerate(groups) if far and stays_here(group.extent.stream)}
+        work = _work(self._data, groups, own)
+        waves = [work.tasks[first : first + WAVE] for first in range(0, len(work.tasks), WAVE)]
+        running: deque[asyncio.Task[list[Page]]] = deque()
+        try:
+            while waves or running:
+                while waves and len(running) < WAVES_AHEAD:
+                    wave = msgspec.structs.replace(work, tasks=waves.pop(0))
+                    running.append(asyncio.create_task(asyncio.to_thread(_collected, self._spark, wave)))
+                for page in await running.popleft():
+                    yield page
+        finally:
+            await asyncio.gather(*running, return_exceptions=True)
+        if own:
+            others = set(range(len(groups))) - own
+            for page in await asyncio.to_thread(pages_here, _work(self._here, groups, others)):
+                yield page
 
     async def _pause(self, error: PostbusError) -> None:
         """Wait a moment before the next plan; raises the error when it has been in the way too often."""
@@ -289,7 +309,9 @@ class _Run:
                     await self._deliver(group, half)
                 return
             await self._poisoned(group, matches, moves, ended)
+        self.done.events += page.end - group.offset
         group.moved(moves, page.end)
+        self._progress(min(self.done.events, self._total), self._total)
         self.done.matches += len(matches)
         for name, number in page.errors.items():
             self.done.filter_errors[name] = self.done.filter_errors.get(name, 0) + number
