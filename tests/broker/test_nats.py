@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import AsyncIterator
 
 import nats
 import pytest
 import pytest_asyncio
+from nats.aio.client import Client
 
 from postbus.broker import Listener, Message, Missed
 from postbus.broker.nats import NatsBroker
@@ -29,6 +31,15 @@ async def broker(server: NatsServer) -> AsyncIterator[NatsBroker]:
 async def got(listener: Listener) -> Message | Missed:
     async with asyncio.timeout(PATIENCE_S):
         return await listener.get()
+
+
+@contextlib.asynccontextmanager
+async def peer_of(server: NatsServer) -> AsyncIterator[Client]:
+    peer = await nats.connect(server.url)
+    try:
+        yield peer
+    finally:
+        await peer.close()
 
 
 def state(broker: NatsBroker) -> str:
@@ -142,18 +153,25 @@ async def test_it_starts_without_a_server_and_connects_when_there_is_one(server:
     await broker.close()
 
 
+async def test_who_listens_hears_what_anybody_says_from_then_on(server: NatsServer, broker: NatsBroker) -> None:
+    async with peer_of(server) as peer:
+        for number in range(100):
+            listener = await broker.subscribe(f"a.{number}")
+            await peer.publish(f"a.{number}", b"1")
+            assert await got(listener) == Message(f"a.{number}", b"1")
+
+
 async def test_peers_that_are_not_postbus(server: NatsServer, broker: NatsBroker) -> None:
-    peer = await nats.connect(server.url)
-    listener = await broker.subscribe(">")
-    await peer.publish("a.b", b"not JSON", headers={"Postbus": "{not ours"})
-    await peer.publish("a.b", b"1", headers={"Other": "x", "Postbus": '{"headers": {"k": 1}}'})
-    found = await got(listener)
-    assert isinstance(found, Message)
-    assert (found.payload_json, found.headers) == (b"not JSON", {})
-    with pytest.raises(InvalidPayload):
-        _ = found.payload
-    assert await got(listener) == Message("a.b", b"1")
-    await peer.close()
+    async with peer_of(server) as peer:
+        listener = await broker.subscribe(">")
+        await peer.publish("a.b", b"not JSON", headers={"Postbus": "{not ours"})
+        await peer.publish("a.b", b"1", headers={"Other": "x", "Postbus": '{"headers": {"k": 1}}'})
+        found = await got(listener)
+        assert isinstance(found, Message)
+        assert (found.payload_json, found.headers) == (b"not JSON", {})
+        with pytest.raises(InvalidPayload):
+            _ = found.payload
+        assert await got(listener) == Message("a.b", b"1")
 
 
 async def test_what_the_server_would_not_take_is_refused_and_the_connection_stays(broker: NatsBroker) -> None:

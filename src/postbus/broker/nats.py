@@ -31,6 +31,7 @@ T = TypeVar("T")
 FACTS = "Postbus"  # the one header that carries what is not the payload, as JSON in ASCII
 FRAME_BYTES = 256  # what the protocol adds to a message, generously
 CLOSE_S = 1
+FLUSH_S = 10
 
 
 def facts_header(facts: Mapping[str, Any]) -> str:
@@ -119,7 +120,7 @@ class NatsBroker:
         self._closed = True
         if self.link.connected:
             with contextlib.suppress(Unreachable, nats.errors.Error):
-                await self.link.call(lambda client: client.flush(CLOSE_S))
+                await self.link.call(lambda client: _flushed(client, CLOSE_S))
         for listener in list(self._listeners):
             listener.end()
         self._listeners.clear()
@@ -143,7 +144,7 @@ class NatsBroker:
             listener.offer(_received(got))
 
         self._listeners[listener] = await client.subscribe(listener.pattern, cb=take)
-        await client.flush()  # the server knows of it before anybody is told that it listens
+        await _flushed(client)  # the server knows of it before anybody is told that it listens
 
     async def _heal(self, client: Client) -> None:
         for listener in list(self._listeners):
@@ -166,6 +167,15 @@ class NatsBroker:
         if subscription is not None and self.link.connected:
             with contextlib.suppress(Unreachable, nats.errors.Error):  # it ended with its connection
                 await self.link.call(lambda _: subscription.unsubscribe())
+
+
+async def _flushed(client: Client, timeout_s: int = FLUSH_S) -> None:
+    """Wait until the server has dealt with everything that was sent so far.
+
+    The client puts the question of its own flush before what it has not written yet. The second one comes after it.
+    """
+    await client.flush(timeout_s)
+    await client.flush(timeout_s)
 
 
 def _headers(made: Message) -> dict[str, str]:
