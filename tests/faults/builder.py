@@ -10,6 +10,7 @@ import sys
 import apsw
 
 from postbus.log.sqlite import SqliteLog
+from postbus.store.database import connect
 from tests.faults.scene import JOURNAL, fact, facts, varied
 
 
@@ -17,7 +18,9 @@ async def main(folder: str, checkpointed: str, rows: str) -> None:
     log = SqliteLog.open(folder)
     await varied(log, int(rows))
     if int(checkpointed):
-        log.store._upkeep._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        other = connect(log.store.folder)
+        other.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        other.close()
         await log.append(JOURNAL, facts(20, correlation_id="recent"))
     await log.append(JOURNAL, [fact("last", native_id="last", topic="topic.last")])
     await log.ensure_consumer(JOURNAL, "late")

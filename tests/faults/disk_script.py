@@ -20,7 +20,9 @@ import apsw
 
 from postbus.log.sqlite import SqliteLog
 from postbus.model import PostbusError, Receipt, StorageError, StorageFailed, StreamSettings
+from postbus.store import Folder
 from postbus.store.backup import check_store
+from postbus.store.database import connect
 from tests.faults.disk import Disk
 from tests.faults.scene import EARLIEST, every_event, fact
 
@@ -210,7 +212,9 @@ async def case(folder: Path, start: str, kind: str, at: int, *, for_good: bool) 
         log = SqliteLog.open(folder)
         await log.ensure_stream(ONE)
         await log.append(ONE, [fact({"batch": -1, "index": 0}), fact(1)])
-        log.store._upkeep._db.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        other = connect(Folder(folder))
+        other.wal_checkpoint(mode=apsw.SQLITE_CHECKPOINT_TRUNCATE)
+        other.close()
         await log.append(ONE, [fact(2)])
         await log.close()
     disk = Disk(f"failing {at}", at, for_good=for_good, kind=kind)

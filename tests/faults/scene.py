@@ -15,7 +15,7 @@ import msgspec
 from postbus.log.sqlite import SqliteLog
 from postbus.model import Draft, Event, Start, StartPolicy, StreamSettings
 from postbus.store import Folder
-from postbus.store.database import connect
+from postbus.store.database import PAGE_BYTES, connect
 from postbus.store.records import EVENT_FIELDS
 
 __all__ = [
@@ -150,8 +150,15 @@ def children(*processes: subprocess.Popen[str]) -> Any:
 
 
 def build(folder: Path, *, checkpointed: bool, rows: int = 100) -> None:
-    """Make a varied store in a process that is then killed, so that its WAL stays as it was."""
+    """Make a varied store in a process that is then killed, so that its WAL stays as it was.
+
+    Room that was made behind its last frame is cut off, so that damage to it hits something.
+    """
     arguments = [str(folder), str(int(checkpointed)), str(rows)]
     process = run_python("tests.faults.builder", *arguments, stderr=subprocess.PIPE)
     _, error = process.communicate(timeout=120)
     assert process.returncode == -9, error
+    wal = Folder(folder).wal
+    if wal.exists():
+        frames = -(-(len(wal.read_bytes().rstrip(b"\0")) - 32) // (PAGE_BYTES + 24))
+        os.truncate(wal, 32 + frames * (PAGE_BYTES + 24) if frames > 0 else 0)

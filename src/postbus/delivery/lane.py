@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from postbus.delivery.table import DeliveryTable
     from postbus.delivery.work import LaneSettings, Outcome, Staff, Work
     from postbus.log.sqlite import SqliteLog
+    from postbus.model import Event
 
 __all__ = ["Lane"]
 
@@ -223,17 +224,39 @@ class Lane:
                 if grown:
                     await self._skip_removed()
                 self._resting = True
-                grown = await self._log.wait(stream, partition, board.fetched, settings.poll_s)
+                fetched = board.fetched
+                grown = await self._log.wait(stream, partition, fetched, settings.poll_s, self._arrived)
+                grown = grown and board.fetched == fetched
                 self._resting = False
                 continue
             grown = False
-            for event in events:
-                if self._staff.wants(event):
-                    board.admit(event)
-            board.fetched = events[-1].offset + 1
-            if board.idle or board.full():
-                self._changed.set()
+            self._admit(events)
             await asyncio.sleep(0)
+
+    def _admit(self, events: list[Event]) -> None:
+        board, wants = self._board, self._staff.wants
+        for event in events:
+            if wants(event):
+                board.admit(event)
+            board.fetched = event.offset + 1
+        if board.idle or board.full():
+            self._changed.set()
+
+    def _arrived(self) -> bool:
+        """Take up what was committed just now; a lone event need not wait until the feeding has its turn.
+
+        Say whether that was all there is.
+        """
+        board, (_, stream, partition) = self._board, self.key
+        room = min(self._settings.batch, board.reach - board.fetched)
+        if not self._resting or self._stopping or self._settings.backlog_max is not None or room <= 0 or board.held():
+            return False
+        events = self._log.recent(stream, partition, board.fetched, room)
+        try:
+            self._admit(events)
+        except Exception:  # noqa: BLE001 - the feeding meets it too, and says so
+            return False
+        return 0 < len(events) < room
 
     async def _wait_fed(self) -> None:
         self._fed.clear()

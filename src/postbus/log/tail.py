@@ -18,6 +18,7 @@ BYTES_MAX = 4 * 1024 * 1024
 PARTITIONS_MAX = 1024
 
 Key = tuple[str, int]
+_Waiting = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]", "Callable[[], bool] | None"]
 
 # The key of those who wait for any partition at all.
 ANY: Key = ("", -1)
@@ -83,13 +84,19 @@ class Waiters:
     """Those who wait for a partition to grow."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Key, list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]]] = {}
+        self._waiting: dict[Key, list[_Waiting]] = {}
 
-    async def wait(self, key: Key, grown: Callable[[], bool], timeout_s: float) -> None:
-        """Return when the partition is woken, when ``grown`` says so, or when the time is over."""
+    async def wait(
+        self, key: Key, grown: Callable[[], bool], timeout_s: float, at_once: Callable[[], bool] | None = None
+    ) -> None:
+        """Return when the partition is woken, when ``grown`` says so, or when the time is over.
+
+        ``at_once`` is called by whoever would wake it on the same loop for a lone event: it must be quick, must not
+        raise, and says whether that was enough, so that it goes on waiting.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
-        entry = (loop, future)
+        entry = (loop, future, at_once)
         self._waiting.setdefault(key, []).append(entry)
         try:
             if not grown():  # asked after registering, so that no commit falls between
@@ -104,15 +111,16 @@ class Waiters:
                 if not self._waiting[key]:
                     del self._waiting[key]
 
-    def wake(self, key: Key) -> None:
-        """Wake everyone who waits for the partition; callable from any thread."""
+    def wake(self, key: Key, *, lone: bool = False) -> None:
+        """Wake everyone who waits for the partition; callable from any thread. ``lone``: for one event only."""
         waiting = self._waiting.get(key)
         if waiting is None:
             return
         here = asyncio._get_running_loop()  # noqa: SLF001 - the one way to ask without an exception
-        for loop, future in list(waiting):
+        for loop, future, at_once in list(waiting):
             if loop is here:
-                _finish(future)
+                if not lone or at_once is None or future.done() or not at_once():
+                    _finish(future)
                 continue
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_finish, future)

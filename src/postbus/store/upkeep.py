@@ -24,6 +24,8 @@ TICK_S = 0.5
 CHECKPOINT_PAGES = 1_000
 RESTART_S_MAX = 0.5
 WAL_BYTES = CHECKPOINT_PAGES * 8216
+LASTING_PAGES = 200
+"""A store that has written so much is one that stays open."""
 
 
 class Upkeep:
@@ -48,7 +50,7 @@ class Upkeep:
         if pages < self._pages:  # it was rewound
             self._due_pages = CHECKPOINT_PAGES
         self._pages = pages
-        if pages >= self._due_pages and not self._wake.is_set():
+        if (pages >= self._due_pages or (pages >= LASTING_PAGES and not self._long)) and not self._wake.is_set():
             self._wake.set()
         return 0
 
@@ -66,7 +68,7 @@ class Upkeep:
             try:
                 if self._pages >= self._due_pages:
                     self._checkpoint()
-                elif self._pages and not self._long:
+                elif self._pages >= LASTING_PAGES and not self._long:
                     self._lengthen()
                 if time.monotonic() - synced_s >= TICK_S:  # not after every checkpoint, and not never under load
                     synced_s = time.monotonic()

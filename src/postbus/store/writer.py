@@ -302,7 +302,7 @@ class Writer:
             return
         self._heavy = False
         self._jobs, self._ran_s = len(batch), time.monotonic()
-        if self.failed:
+        if self._refusal is not None and self.failed:
             self._settle([(job, self._refusal) for job in batch], loop)
             return
         if self._full:
@@ -339,12 +339,13 @@ class Writer:
         batch: list[Job],
         loop: asyncio.AbstractEventLoop | None,
     ) -> list[tuple[Any, Any]]:
-        groups: dict[Door, list[Any]] = {door: [] for door in map(_DOOR, batch)}
-        if len(groups) == 1:
-            groups[batch[0][0]] = batch
+        groups: dict[Door, list[Any]]
+        if len(batch) == 1 or len(set(map(_DOOR, batch))) == 1:
+            groups = {batch[0][0]: batch}
         else:
+            groups = {}
             for job in batch:
-                groups[job[0]].append(job)
+                groups.setdefault(job[0], []).append(job)
         settled: list[tuple[Any, Any]] = []
         changes, db = 0, self._db
         try:

@@ -254,6 +254,8 @@ class AppendDoor:
 
 def _by_stream(items: list[tuple[str, Sequence[Draft]]]) -> Iterable[tuple[str, list[Sequence[Draft]]]]:
     """Return the items' drafts with those of consecutive items of one stream together."""
+    if len(items) == 1:
+        return [(items[0][0], [items[0][1]])]
     if len(set(map(_STREAM, items))) == 1:
         return [(items[0][0], list(map(_DRAFTS, items)))]
     return [(name, list(map(_DRAFTS, group))) for name, group in groupby(items, _STREAM)]

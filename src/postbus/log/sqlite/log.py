@@ -231,8 +231,10 @@ class SqliteLog(CursorLog):
             return recent
         return await self.store.read(lambda db: _fetch(db, stream, partition, start, end))
 
-    async def wait(self, stream: str, partition: int, offset: int, timeout_s: float) -> bool:
-        """See ``Log.wait``."""
+    async def wait(
+        self, stream: str, partition: int, offset: int, timeout_s: float, at_once: Callable[[], bool] | None = None
+    ) -> bool:
+        """See ``Log.wait``; for ``at_once`` see ``Waiters.wait``."""
         clock = self.store.clock
         deadline = clock.monotonic_s() + timeout_s
         key = (stream, partition)
@@ -246,7 +248,7 @@ class SqliteLog(CursorLog):
             if left <= 0:
                 return False
             # Commits of this process wake at once; those of others are looked for a few times a second.
-            await self._published.waiters.wait(key, lambda: self._grown(key, offset), min(left, POLL_S))
+            await self._published.waiters.wait(key, lambda: self._grown(key, offset), min(left, POLL_S), at_once)
 
     def recent(self, stream: str, partition: int, offset: int, limit: int) -> list[Event]:
         """Return events from ``offset`` on that are in memory; none when ``fetch`` has to look for them."""

@@ -41,7 +41,7 @@ class Published:
         self.tails.extend(key, facts, size)
         base = kept.base_bytes[head.partition]
         self.extents[key] = (kept.firsts[head.partition], head.next_offset, head.size - base, head.chain)
-        self.waiters.wake(key)
+        self.waiters.wake(key, lone=len(facts) == 1)
         self.waiters.wake(ANY)
 
     def moved(self, stream: str, name: str, consumer: Consumer | None) -> None:
