@@ -26,8 +26,8 @@ help: ## say what there is
 run: $(READY) ## start Postbus and show it working
 	$(BIN)/$(RUN) $(ARGS)
 
-test: $(READY) ## run every test, with coverage
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(COV) $(ARGS)
+test: $(READY) ## run every test, with coverage; a few that fail are tried once more alone
+	$(BIN)/python tools/gate.py -n $(JOBS) --dist loadgroup $(COV) $(ARGS)
 
 check: $(READY) ## format, lint and types
 	$(BIN)/ruff format --check .
