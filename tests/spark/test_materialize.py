@@ -19,7 +19,7 @@ from postbus.envelope import draft
 from postbus.inbox import Cleanup, Inboxes
 from postbus.inbox.pump import ATTEMPTS
 from postbus.log import SqliteLog
-from postbus.model import Draft, Invalid, NotFound, Start, StartPolicy, StreamSettings
+from postbus.model import Draft, Invalid, NotFound, OffsetOutOfRange, Start, StartPolicy, StreamSettings
 from postbus.spark.jobs import materialize as job
 from postbus.spark.jobs.materialize import Materialized, backfill, materialize
 from postbus.spark.session import Settings
@@ -315,6 +315,68 @@ def test_a_stream_deleted_in_between(spark: SparkSession, mail: Mail, monkeypatc
     between(monkeypatch, lambda: mail.run(lambda log: log.delete_stream(name)))
     serve(spark, mail)
     assert mail.inbox() == list(range(6))
+
+
+# --- waves ------------------------------------------------------------------------------------------------------------
+
+
+def small_waves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have a wave for every twenty events, and return what is done: a wave begins, is over, is delivered in part."""
+    told: list[str] = []
+    real, deliver = job._collected, job._Run._deliver
+
+    def collected(*work: Any) -> Any:
+        told.append("begun")
+        return real(*work)
+
+    async def delivered(run: Any, group: Any, page: Any) -> None:
+        await deliver(run, group, page)
+        told.append("delivered")
+
+    for name, value in (("TASK_MIN", 10), ("TASK_MAX", 10)):
+        monkeypatch.setattr(job, name, value)
+    monkeypatch.setattr(job, "_collected", collected)
+    monkeypatch.setattr(job._Run, "_deliver", delivered)
+    return told
+
+
+def test_spark_goes_on_while_pages_are_delivered(
+    spark: SparkSession, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mail.append(orders(200), JOURNAL)
+    mail.subscribe(">", "all")
+    told = small_waves(monkeypatch)
+    places: list[int] = []
+    done = serve(spark, mail, progress=lambda at, _total: places.append(at))
+    assert (done.events, done.jobs) == (200, 1)
+    assert mail.inbox() == list(range(200))
+    assert told.count("begun") == 10
+    before = told[: told.index("delivered")].count("begun")
+    assert before == job.WAVES_AHEAD, "several run before the first is delivered, and no more than that"
+    assert told[-1] == "delivered"
+    assert places == sorted(places)
+    assert len(set(places)) > 10, "progress is seen as it comes"
+
+
+def test_a_wave_that_fails_takes_nothing_away_and_nothing_is_run_behind_a_page_that_is_missing(
+    spark: SparkSession, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mail.append(orders(200), JOURNAL)
+    mail.subscribe(">", "all")
+    told = small_waves(monkeypatch)
+    real, failing = job._collected, [2]
+
+    def collected(session: Any, work: Any) -> Any:
+        if failing and work.tasks[0][0].start == 40:
+            failing.pop()
+            raise OffsetOutOfRange("it was trimmed")
+        return real(session, work)
+
+    monkeypatch.setattr(job, "_collected", collected)
+    done = serve(spark, mail)
+    assert mail.inbox() == list(range(200))
+    assert (done.events, done.jobs) == (200, 2)
+    assert told.count("begun") < 10 + 8
 
 
 # --- poison -----------------------------------------------------------------------------------------------------------

@@ -269,16 +269,25 @@ class _Run:
         own = {number for number, group in enumerate(groups) if far and stays_here(group.extent.stream)}
         work = _work(self._data, groups, own)
         waves = [work.tasks[first : first + WAVE] for first in range(0, len(work.tasks), WAVE)]
-        running: deque[asyncio.Task[list[Page]]] = deque()
+        running: deque[tuple[list[list[Share]], asyncio.Task[list[Page]]]] = deque()
+        stuck: set[int] = set()  # what comes behind the end of a page that was cut, or refused, is of no use
         try:
             while waves or running:
                 while waves and len(running) < WAVES_AHEAD:
-                    wave = msgspec.structs.replace(work, tasks=waves.pop(0))
-                    running.append(asyncio.create_task(asyncio.to_thread(_collected, self._spark, wave)))
-                for page in await running.popleft():
+                    wave = [[share for share in task if share.cohort not in stuck] for task in waves.pop(0)]
+                    if any(wave):
+                        job = msgspec.structs.replace(work, tasks=wave)
+                        running.append((wave, asyncio.create_task(asyncio.to_thread(_collected, self._spark, job))))
+                if not running:
+                    break
+                wave, found = running.popleft()
+                for page in await found:
                     yield page
+                stuck |= {
+                    share.cohort for share in chain.from_iterable(wave) if groups[share.cohort].offset < share.end
+                }
         finally:
-            await asyncio.gather(*running, return_exceptions=True)
+            await asyncio.gather(*(found for _, found in running), return_exceptions=True)
         if own:
             others = set(range(len(groups))) - own
             for page in await asyncio.to_thread(pages_here, _work(self._here, groups, others)):
