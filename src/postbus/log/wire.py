@@ -128,12 +128,14 @@ def our_events(
     One long loop over local names, because every event that is read in bulk passes here.
     """
     made: list[Event | None] = []
-    add, decode, scan, check = made.append, _decode_short, _scan, check_topic
+    add, decode, scan = made.append, _decode_short, _scan
+    topics: set[str] = set()
     for offset, header, body in zip(count(first), headers, bodies, strict=False):
         try:
             _, _, created, topic, source, variant, key, correlation, native, occurred, trust = decode(header or b"")
             scan(body)
-            check(topic)
+            if topic not in topics:
+                topics.add(check_topic(topic))
         except _NOT_OURS:
             add(our_event(stream, partition, offset, header, body))
         else:

@@ -24,7 +24,7 @@ __all__ = ["Entry", "Reader", "Trimmed"]
 Entry = Message | None
 """What is at an offset; None for what Kafka keeps for itself (the end of somebody's transaction)."""
 
-POLL_S = 0.02  # how long a change of the lanes may have to wait for the consumer
+POLL_S = 0.01  # how long a change of the lanes may have to wait for the consumer
 TAKE = 1_000
 TOPIC_S = 1.0
 AHEAD_MESSAGES = 5_000

@@ -8,9 +8,10 @@ the event, the event came second. Every reader sees that alike, and reads a note
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
+from confluent_kafka import Message
 
 from postbus.log import wire
 from postbus.log.heads import Identity, digest_of
@@ -20,8 +21,6 @@ from postbus.model import Event, LimitExceeded, Trust
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from confluent_kafka import Message
 
     from postbus.log.kafka.link import Headers, Record
     from postbus.log.wire import Carried
@@ -34,6 +33,8 @@ AFTER = "postbus-after"
 FRAME_BYTES = 1024  # what the key, the other header and the protocol add, generously
 HOLE = "postbus.hole"
 REPEAT = "postbus.repeat"
+_HEADERS, _VALUE = Message.headers, Message.value
+_NOTHING = Message()
 
 
 class Looked(NamedTuple):
@@ -59,10 +60,15 @@ def record_of(topic: str, partition: int, draft: Draft, append_id: str, now_us: 
 
 def events_of(stream: str, partition: int, first: int, entries: Sequence[Message | None]) -> list[Event]:
     """Return the events from an offset on, whoever wrote them; for what Kafka keeps for itself, a note that says so."""
-    heads: list[Any] = [None if each is None else each.headers() for each in entries]
+    known: Sequence[Any] = [_NOTHING if each is None else each for each in entries] if None in entries else entries
+    heads: list[Any] = list(map(_HEADERS, known))
     headers = [head[0][1] if head and head[0][0] == wire.HEADER else _among(head, wire.HEADER) for head in heads]
-    bodies = [b"" if each is None else each.value() or b"" for each in entries]
+    bodies: list[Any] = list(map(_VALUE, known))
+    if None in bodies:
+        bodies = [body or b"" for body in bodies]
     made = wire.our_events(stream, partition, first, headers, bodies)
+    if None not in made:
+        return cast("list[Event]", made)
     return [
         event or _other(stream, partition, offset, message)
         for offset, message, event in zip(count(first), entries, made, strict=False)

@@ -57,8 +57,9 @@ class Repeats:
         if seen is None or seen.following != first or len(seen.names) > REMEMBERED_MAX:
             seen = self._seen[topic, partition] = _Seen(first)
         made = events_of(stream, partition, first, entries)
-        for index, event in enumerate(made):
-            if event.native_id is not None and (message := entries[index]) is not None:
+        for index in [at for at, event in enumerate(made) if event.native_id is not None]:
+            event = made[index]
+            if (message := entries[index]) is not None:
                 looked = looked_of(message, event.offset)
                 if event.offset > looked.expected and looked.after < seen.first:
                     await self._look_back(stream, topic, partition, looked.after, seen)

@@ -93,7 +93,7 @@ class Kafka:
         self._replicas = replicas
         self._synced = synced
         self._link = Link(address, answer_s, clock or SystemClock(), config or {})
-        self._tail = SharedReader(self._link, 100)
+        self._tail = SharedReader(self._link, 20)
         self._scout = SharedReader(self._link, 5)
         self._registry = Registry(self._link, self._tail, prefix, replicas, self._gone)
         self._identities = Identities(self._link, self._scout, prefix, replicas, data)
