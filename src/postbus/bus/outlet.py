@@ -38,6 +38,7 @@ __all__ = ["NAME", "RemoteOutlet", "outlet_of"]
 NAME = "remote-log"
 TOGETHER_MAX = 1_000
 TURN_S, LATE_S = 0.25, 0.02
+_NATIVE_ID = attrgetter("native_id")
 
 
 class _Call:
@@ -45,10 +46,10 @@ class _Call:
 
     __slots__ = ("answer", "drafts", "ids", "plain")
 
-    def __init__(self, drafts: Sequence[Draft], ids: Sequence[str]) -> None:
+    def __init__(self, drafts: Sequence[Draft]) -> None:
         self.drafts = drafts
-        self.ids = ids
-        self.plain = all(draft.native_id is None for draft in drafts)
+        self.ids: Sequence[str] = ()
+        self.plain = set(map(_NATIVE_ID, drafts)) == {None}
         self.answer: asyncio.Future[list[Receipt]] = asyncio.get_running_loop().create_future()
 
     def end(self, outcome: list[Receipt] | Exception) -> None:
@@ -159,8 +160,7 @@ class RemoteOutlet:
 
         A cancelled wait does not undo it.
         """
-        new_id = self._log.store.clock.new_id
-        call = _Call(drafts, [new_id() for _ in drafts])
+        call = _Call(drafts)
         waiting = self._waiting.get(stream)
         if waiting is None:
             waiting = self._waiting[stream] = []
@@ -205,16 +205,20 @@ class RemoteOutlet:
     async def _together(self, stream: str, calls: list[_Call]) -> None:
         """Hand over what several have appended; never raises."""
         drafts = list(chain.from_iterable(call.drafts for call in calls))
-        ids = list(chain.from_iterable(call.ids for call in calls))
+        new_id = self._log.store.clock.new_id
+        ids = [new_id() for _ in drafts]
         try:
             since = await self._log.heads(stream)
             try:
-                receipts = iter(await self._hand_over(stream, drafts, ids, since))
+                receipts = await self._hand_over(stream, drafts, ids, since)
             except (Unreachable, Backpressure, NotFound, StorageError):
                 raise
             except PostbusError:
                 if len(calls) == 1:
                     raise
+                named = iter(ids)
+                for call in calls:
+                    call.ids = [next(named) for _ in call.drafts]
                 await self._each(stream, calls, since)
                 return
         except Exception as error:  # noqa: BLE001 - the callers get it
@@ -225,8 +229,11 @@ class RemoteOutlet:
             for call in calls:
                 call.answer.cancel()
             raise
+        start = 0
         for call in calls:
-            call.end([next(receipts) for _ in call.drafts])
+            end = start + len(call.drafts)
+            call.end(receipts[start:end])
+            start = end
 
     async def _each(self, stream: str, calls: list[_Call], since: Sequence[int]) -> None:
         """One of them was refused: hand over one after the other, but for those that came through with it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
 from postbus.log.sqlite.doors import Transaction
@@ -19,6 +20,7 @@ OWN_SUFFIX = "-dlq"
 OWN_LEAVES = ("spool", "inbox-messages")
 
 
+@lru_cache(1024)
 def stays_here(stream: str) -> bool:
     """Say whether a stream belongs to the node and is not on the remote."""
     leaf = stream.rpartition(".")[2]

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from postbus.clock import SystemClock
@@ -42,6 +43,7 @@ T = TypeVar("T")
 
 REAL = SystemClock()  # whatever the store's clock says: a network does not wait for it
 LOOK_S = 1.0
+_PARTITION = attrgetter("partition")
 CATCH_UP_S = 5.0
 PAUSE_S = 0.05
 ENDED_S = 0.5
@@ -293,18 +295,12 @@ class ReplicaLog(MirrorLog):
             self._sending[work] = (stream.name, stream.epoch)
         now_us = self.store.clock.now_us()
         receipts = await self.upstream.append(stream, drafts, ids, now_us)
-        ends: dict[int, int] = {}
-        own: dict[int, list[tuple[Draft, Receipt]]] = {}
-        for draft, receipt in zip(drafts, receipts, strict=True):
-            partition = receipt.partition
-            ends[partition] = max(ends.get(partition, 0), receipt.offset + 1)
-            if draft.native_id is None:
-                own.setdefault(partition, []).append((draft, receipt))
-        for partition, end in ends.items():
-            self._mark(stream, partition, end)
+        for partition in set(map(_PARTITION, receipts)):
+            there = [pair for pair in zip(drafts, receipts, strict=True) if pair[1].partition == partition]
+            self._mark(stream, partition, max(receipt.offset for _, receipt in there) + 1)
             follower = self._followers.get((stream.name, partition))
             if follower is not None and follower.stream == stream:
-                follower.take(own.get(partition, ()))
+                follower.take(pair for pair in there if pair[0].native_id is None)
         return receipts
 
     @property

@@ -104,7 +104,7 @@ class Identities:
         records: list[Record] = []
         for native_id, variant, identity, _ in rows:
             fact = _Kept(native_id, variant, *identity)
-            records.append((kept, 0, msgspec.json.encode(fact), [], msgspec.json.encode([native_id, variant])))
+            records.append((kept, 0, msgspec.json.encode(fact), {}, msgspec.json.encode([native_id, variant])))
         sending = await self._link.send(records)
         for said in sending.outcomes:
             if isinstance(said, KafkaError):

@@ -80,7 +80,7 @@ _SAFE = {
 }
 
 
-Headers = list[tuple[str, str | bytes | None]]
+Headers = dict[str, str | bytes | None]
 Record = tuple[str, int, bytes | None, Headers, bytes | None]
 """What is put on a topic: the topic and partition, a body, headers, a key."""
 

@@ -52,9 +52,9 @@ def record_of(topic: str, partition: int, draft: Draft, append_id: str, now_us: 
         raise LimitExceeded(
             f"the event takes {size:,} bytes with its headers; the limit on Kafka is {MESSAGE_BYTES_MAX:,}"
         )
-    headers: Headers = [(wire.HEADER, header)]
+    headers: Headers = {wire.HEADER: header}  # a dict of bytes is nothing to the garbage collector
     if looked is not None:
-        headers.append((AFTER, b"%d:%d" % looked))
+        headers[AFTER] = b"%d:%d" % looked
     return topic, partition, body, headers, None if draft.key is None else draft.key.encode()
 
 

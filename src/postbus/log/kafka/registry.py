@@ -102,7 +102,7 @@ class Registry:
         await self._decided(_Deleted(stream.name, stream.epoch), stream.name)
 
     async def _decided(self, decision: _Made | _Deleted, name: str) -> Stream | None:
-        record: Record = (self._topic, 0, msgspec.json.encode(decision), [], name.encode())
+        record: Record = (self._topic, 0, msgspec.json.encode(decision), {}, name.encode())
         sending = await self._link.send([record])
         said = sending.outcomes[0]
         if isinstance(said, KafkaError):
