@@ -234,6 +234,7 @@ def run_race(race: Race, options: Options, folder: Path, tell: Callable[[str], N
             for contender in ready:
                 tell(f"{contender.name}: round {number + 1} of {options.rounds}")
                 gc.collect()
+                gc.freeze()  # nobody pays for what the others, and the harness, have in memory
                 for metric, value in contender.run().items():
                     result.rounds.setdefault(contender.name, {}).setdefault(metric, []).append(value)
     finally:

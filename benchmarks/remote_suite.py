@@ -243,7 +243,9 @@ class BareKafka(Work):
 
     @property
     def _settings(self) -> dict[str, Any]:
-        return {**self._common, "group.id": self._topic, "enable.auto.commit": False}
+        # As our reader does it: by default the client rests for a second whenever it has read 64 MB ahead.
+        ahead = {"fetch.queue.backoff.ms": 10, "fetch.message.max.bytes": 4 << 20, "fetch.max.bytes": 32 << 20}
+        return {**self._common, **ahead, "group.id": self._topic, "enable.auto.commit": False}
 
     def _reader(self) -> Any:
         reader = self._kafka.Consumer(self._settings)

@@ -62,7 +62,7 @@ class Work(AsyncContender):
     @property
     def stored(self) -> int:
         """How many events are there to be read."""
-        return self.options.pick(50_000 if self.kind == "nats" else 200_000, 5_000)
+        return self.options.pick(50_000 if self.kind == "nats" else 500_000, 5_000)
 
     async def start(self, folder: Path) -> None:
         """See ``Contender.open``."""

@@ -25,7 +25,7 @@ Entry = Message | None
 """What is at an offset; None for what Kafka keeps for itself (the end of somebody's transaction)."""
 
 POLL_S = 0.01  # how long a change of the lanes may have to wait for the consumer
-TAKE = 1_000
+TAKE = 2_000
 TOPIC_S = 1.0
 AHEAD_MESSAGES = 5_000
 AHEAD_BYTES = 32 << 20
@@ -278,14 +278,14 @@ class Reader:
 
     def _rest(self, serial: int, batch: list[Message], touched: set[_Lane]) -> list[Message]:
         """Take a batch as a whole if it goes on where one lane is, the common case; return what is left to look at."""
-        first, count = batch[0], len(batch)
-        lane = self._lanes.get((first.topic() or "", first.partition() or 0))
+        topic, partition, count = batch[0].topic(), batch[0].partition(), len(batch)
+        lane = self._lanes.get((topic or "", partition or 0))
         if (
             lane is None
             or serial < lane.since
             or any(map(_ERROR, batch))
-            or len(set(map(_TOPIC, batch))) > 1
-            or len(set(map(_PARTITION, batch))) > 1
+            or list(map(_TOPIC, batch)).count(topic) != count
+            or list(map(_PARTITION, batch)).count(partition) != count
             or list(map(_OFFSET, batch)) != list(range(lane.position, lane.position + count))
         ):
             return batch

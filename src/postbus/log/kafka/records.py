@@ -62,7 +62,8 @@ def events_of(stream: str, partition: int, first: int, entries: Sequence[Message
     """Return the events from an offset on, whoever wrote them; for what Kafka keeps for itself, a note that says so."""
     known: Sequence[Any] = [_NOTHING if each is None else each for each in entries] if None in entries else entries
     heads: list[Any] = list(map(_HEADERS, known))
-    headers = [head[0][1] if head and head[0][0] == wire.HEADER else _among(head, wire.HEADER) for head in heads]
+    name = wire.HEADER
+    headers = [head[0][1] if head and head[0][0] == name else _among(head, name) for head in heads]
     bodies: list[Any] = list(map(_VALUE, known))
     if None in bodies:
         bodies = [body or b"" for body in bodies]
