@@ -55,13 +55,14 @@ class BusHandling(Handling):
             await self._bus.stop()
 
     async def turn(self) -> dict[str, float]:
-        """See ``Contender.run``."""
+        """See ``Contender.run``; the low rate comes first, as for everybody."""
+        numbers = await self.attached(self._low_rate())
         seconds = self._options.pick(1.0, 0.2)
         watch = Stopwatch()
         published = await self.saturate(lambda: watch.over(seconds))
         self.aside["publish only"] = watch.rate(published)
         await settle(self._log)
-        numbers = await super().turn()
+        numbers |= await self.attached(self._saturated(seconds))
         numbers["settle_s"] = await settle(self._log)
         return numbers
 

@@ -50,10 +50,13 @@ def _delivery(options: Options) -> Race:
     relaxed = "Postbus, relaxed (not synced)"
     contenders += [BusHandling(relaxed, options, loop, durability="relaxed"), *peers]
     measures += [Measure(ACKED, "events_s", best, peer.name, at_least=1.0) for peer in peers]
-    measures += [Measure(END_TO_END, "p50_us", best, peer.name, "µs", at_most=1.0) for peer in peers]
-    for peer in (normal, bubus):  # like with like: neither of them waits for the disk
-        measures.append(Measure(ACKED, "events_s", relaxed, peer.name))
-        measures.append(Measure(END_TO_END, "p50_us", relaxed, peer.name, "µs"))
+    # Like with like: a commit that waits for the disk cannot be as quick as one that does not, and NORMAL does not.
+    for peer in peers:
+        limit = None if peer is normal else 1.0
+        measures.append(Measure(END_TO_END, "p50_us", best, peer.name, "µs", at_most=limit))
+    for peer in (normal, bubus):  # neither of them waits for the disk
+        measures.append(Measure(ACKED, "events_s", relaxed, peer.name, at_least=1.0))
+        measures.append(Measure(END_TO_END, "p50_us", relaxed, peer.name, "µs", at_most=1.0))
     about = "one subscriber whose handler counts: one event every few ms, then 100 publishers until all is acked"
     return Race("delivery", about, contenders, measures)
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from benchmarks.bare import quantiles_us
 from benchmarks.harness import AsyncContender, Contender, Options
@@ -41,18 +43,20 @@ class Handling(AsyncContender):
 
     async def turn(self) -> dict[str, float]:
         """See ``Contender.run``."""
-        await self.attach()
-        try:
-            return await self._low_rate() | await self._saturated(self._options.pick(1.0, 0.2))
-        finally:
-            await self.detach()
+        low = await self.attached(self._low_rate())
+        return low | await self.attached(self._saturated(self._options.pick(1.0, 0.2)))
 
     async def warm(self) -> None:
         """Take a turn that nobody times."""
-        await self.attach()
+        await self.attached(self._saturated(self._options.pick(1.0, 0.1)))
+
+    async def attached(self, work: Coroutine[Any, Any, dict[str, float]]) -> dict[str, float]:
+        """Do something while the consumer consumes."""
         try:
-            await self._saturated(self._options.pick(1.0, 0.1))
+            await self.attach()
+            return await work
         finally:
+            work.close()
             await self.detach()
 
     def payload(self) -> bytes:
@@ -68,6 +72,7 @@ class Handling(AsyncContender):
     async def _low_rate(self) -> dict[str, float]:
         ends: list[float] = []
         publishes: list[float] = []
+        os.sync()  # the disk is not busy with what somebody else has written
         for _ in range(self._options.pick(120, 20)):
             await asyncio.sleep(PAUSE_S)
             self._entry.clear()
