@@ -235,7 +235,11 @@ def run_race(race: Race, options: Options, folder: Path, tell: Callable[[str], N
                 tell(f"{contender.name}: round {number + 1} of {options.rounds}")
                 gc.collect()
                 gc.freeze()  # nobody pays for what the others, and the harness, have in memory
-                for metric, value in contender.run().items():
+                try:
+                    numbers = contender.run()
+                finally:
+                    gc.unfreeze()
+                for metric, value in numbers.items():
                     result.rounds.setdefault(contender.name, {}).setdefault(metric, []).append(value)
     finally:
         for contender in ready:
