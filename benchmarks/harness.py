@@ -11,6 +11,7 @@ import asyncio
 import gc
 import os
 import statistics
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator
@@ -44,6 +45,7 @@ __all__ = [
 T = TypeVar("T")
 
 WARM_PASSES_MAX: Final = 6
+STOP_S: Final = 60.0
 PAGE_BYTES: Final = 8192
 
 
@@ -111,9 +113,11 @@ class AsyncContender(Contender):
         return self.do(self.turn())
 
     def close(self) -> None:
-        """See ``Contender.close``."""
+        """See ``Contender.close``; one that does not end by itself is left alone, and that is said."""
         try:
-            self.do(self.stop())
+            self.do(asyncio.wait_for(self.stop(), STOP_S))
+        except TimeoutError:
+            sys.stderr.write(f"{self.name} did not stop within {STOP_S:g} s\n")
         finally:
             self._runner.close()
 
