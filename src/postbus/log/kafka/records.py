@@ -33,7 +33,6 @@ AFTER = "postbus-after"
 FRAME_BYTES = 1024  # what the key, the other header and the protocol add, generously
 HOLE = "postbus.hole"
 REPEAT = "postbus.repeat"
-_HEADERS, _VALUE = Message.headers, Message.value
 _NOTHING = Message()
 
 
@@ -61,10 +60,10 @@ def record_of(topic: str, partition: int, draft: Draft, append_id: str, now_us: 
 def events_of(stream: str, partition: int, first: int, entries: Sequence[Message | None]) -> list[Event]:
     """Return the events from an offset on, whoever wrote them; for what Kafka keeps for itself, a note that says so."""
     known: Sequence[Any] = [_NOTHING if each is None else each for each in entries] if None in entries else entries
-    heads: list[Any] = list(map(_HEADERS, known))
+    heads = [each.headers() for each in known]
     name = wire.HEADER
     headers = [head[0][1] if head and head[0][0] == name else _among(head, name) for head in heads]
-    bodies: list[Any] = list(map(_VALUE, known))
+    bodies = [each.value() for each in known]
     if None in bodies:
         bodies = [body or b"" for body in bodies]
     made = wire.our_events(stream, partition, first, headers, bodies)
