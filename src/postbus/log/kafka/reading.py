@@ -1,7 +1,10 @@
-"""Reading topics by position: one consumer on one thread, with a lane for each partition somebody reads.
+"""Reading topics by position: one consumer, with a lane for each partition somebody reads.
 
 Kafka answers a fetch when there is something (the long poll), so a lane that has reached the end hears of the next
-record at once. The consumer belongs to the thread, the lanes to the event loop.
+record at once. The client fetches ahead by itself; a reader takes from that on the event loop, where the records are
+used. Only when there is nothing yet, a thread waits for it. That thread also does what may block: it carries out the
+orders to move, to pause and to end a lane. The consumer is used by one of the two at a time: by the loop while the
+thread *rests*, which it does from the batch it hands over until the next order.
 """
 
 from __future__ import annotations
@@ -25,11 +28,10 @@ Entry = Message | None
 """What is at an offset; None for what Kafka keeps for itself (the end of somebody's transaction)."""
 
 POLL_S = 0.01  # how long a change of the lanes may have to wait for the consumer
-TAKE = 2_000
+TAKE = 1_000
 TOPIC_S = 1.0
 AHEAD_MESSAGES = 5_000
 AHEAD_BYTES = 32 << 20
-BATCHES_WAITING = 1
 SPENT_MAX = 4_096
 _CONFIG: dict[str, Any] = {
     "group.id": "postbus",  # a name the client insists on; no group is joined and nothing is committed
@@ -42,6 +44,7 @@ _CONFIG: dict[str, Any] = {
     "fetch.queue.backoff.ms": 10,
     "fetch.message.max.bytes": 4 << 20,
     "fetch.max.bytes": 32 << 20,
+    "queued.max.messages.kbytes": 32 << 10,
     "topic.metadata.refresh.interval.ms": 60_000,
 }
 
@@ -58,6 +61,7 @@ class _Lane:
 
     __slots__ = (
         "ahead", "bytes", "changed", "end", "failed", "lock", "paused", "place", "position", "since", "start", "taken",
+        "waiting",
     )  # fmt: skip
 
     def __init__(self, place: TopicPartition) -> None:
@@ -66,6 +70,7 @@ class _Lane:
         self.changed = asyncio.Event()
         self.ahead: list[Entry] = []
         self.taken = 0
+        self.waiting = 0
         self.paused = False
         self.end = -1
         self.failed: KafkaError | None = None
@@ -123,7 +128,7 @@ class Reader:
         self._orders: queue.SimpleQueue[tuple[int, Callable[[Consumer], None]] | None] = queue.SimpleQueue()
         self._serial = 0
         self._thread: threading.Thread | None = None
-        self._room = threading.Semaphore(BATCHES_WAITING)
+        self._resting: Consumer | None = None  # the consumer, while the thread rests
 
     async def read(self, topic: str, partition: int, offset: int, end: int) -> list[Entry]:
         """Return what is at each offset from ``offset`` up to ``end``, which all exist.
@@ -147,14 +152,27 @@ class Reader:
     async def _more(self, lane: _Lane, deadline: float) -> None:
         self._flow(lane)
         while not lane.left:
-            lane.changed.clear()
             if lane.failed is not None:
                 if lane.failed.code() in _OUT_OF_RANGE:
                     raise Trimmed
                 raise self._link.lost(lane.failed.str())
             left = deadline - self._link.clock.monotonic_s()
-            if left <= 0 or not await self._link.clock.wait(lane.changed, left):
+            if left <= 0 or not await self._change(lane, left):
                 raise self._link.lost()
+
+    async def _change(self, lane: _Lane, seconds: float) -> bool:
+        """Wait until something came for a lane, or for that long; say whether something came, maybe for another."""
+        if self._take():
+            await asyncio.sleep(0)  # there may be much more, and others want the loop as well
+            return True
+        if self._resting is not None:
+            self._order(_listen)
+        lane.changed.clear()
+        lane.waiting += 1
+        try:
+            return await self._link.clock.wait(lane.changed, seconds)
+        finally:
+            lane.waiting -= 1
 
     def follow(self, topic: str, partition: int, offset: int) -> None:
         """Begin to listen from an offset on, unless the lane is there or beyond already."""
@@ -187,11 +205,11 @@ class Reader:
         lane = self._lanes.get((topic, partition))
         return -1 if lane is None else max(lane.position, lane.end)
 
-    async def heard(self, topic: str, partition: int, seconds: float) -> None:
-        """Wait until the lane changes, or for that long."""
+    async def heard(self, topic: str, partition: int, offset: int, seconds: float) -> None:
+        """Wait until the lane changes, or for that long; not at all when it knows of something at the offset."""
         lane = self._lane(topic, partition)
-        lane.changed.clear()
-        await self._link.clock.wait(lane.changed, seconds)
+        if lane.failed is None and max(lane.position, lane.end) <= offset:
+            await self._change(lane, seconds)
 
     def forget(self, topic: str, partition: int) -> None:
         """Stop reading a partition."""
@@ -204,9 +222,8 @@ class Reader:
     async def close(self) -> None:
         """End the thread and the consumer. Idempotent."""
         if self._thread is not None:
+            self._resting = None
             self._orders.put(None)
-            for _ in range(BATCHES_WAITING):
-                self._room.release()
             await asyncio.to_thread(self._thread.join)
             self._thread = None
 
@@ -246,6 +263,7 @@ class Reader:
 
     def _order(self, work: Callable[[Consumer], None]) -> int:
         self._serial += 1
+        self._resting = None
         self._orders.put((self._serial, work))
         if self._thread is None:
             run = threading.Thread(
@@ -255,8 +273,28 @@ class Reader:
             run.start()
         return self._serial
 
-    def _took(self, serial: int, batch: list[Message]) -> None:
-        self._room.release()
+    def _take(self) -> bool:
+        """Take what the client has, if the thread rests; say whether there was anything."""
+        if self._resting is None:
+            return False
+        try:
+            batch = self._resting.consume(TAKE, 0)
+        except KafkaException:
+            return False
+        if batch:
+            self._file(self._serial, batch)
+        return bool(batch)
+
+    def _took(self, consumer: Consumer, serial: int, batch: list[Message]) -> None:
+        """Be given a batch by the thread, which rests now, unless there were orders since."""
+        if serial == self._serial and self._thread is not None:
+            self._resting = consumer
+        touched = self._file(serial, batch)
+        if self._resting is not None and any(lane.waiting and lane not in touched for lane in self._lanes.values()):
+            self._order(_listen)
+
+    def _file(self, serial: int, batch: list[Message]) -> set[_Lane]:
+        """Give the lanes what has come; return those that it was for."""
         touched: set[_Lane] = set()
         for message in self._rest(serial, batch, touched):
             lane = self._lanes.get((message.topic() or "", message.partition() or 0))
@@ -275,6 +313,7 @@ class Reader:
         for lane in touched:
             self._flow(lane)
             lane.changed.set()
+        return touched
 
     def _rest(self, serial: int, batch: list[Message], touched: set[_Lane]) -> list[Message]:
         """Take a batch as a whole if it goes on where one lane is, the common case; return what is left to look at."""
@@ -297,25 +336,29 @@ class Reader:
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         consumer = Consumer(self._config)
-        serial, idle = 0, True
+        serial, resting = 0, True
         try:
             while True:
-                while idle or not self._orders.empty():
+                while resting or not self._orders.empty():
                     order = self._orders.get()
                     if order is None:
                         return
                     serial = order[0]
                     with contextlib.suppress(KafkaException, RuntimeError):  # a lane that is not there any more
                         order[1](consumer)
-                    idle = not consumer.assignment()
+                    resting = not consumer.assignment()
                 batch = _batch(consumer)
                 if batch:
-                    self._room.acquire()
-                    loop.call_soon_threadsafe(self._took, serial, batch)
+                    resting = True
+                    loop.call_soon_threadsafe(self._took, consumer, serial, batch)
         except RuntimeError:  # the loop is closed
             return
         finally:
             consumer.close()
+
+
+def _listen(_consumer: Consumer) -> None:
+    """Carry out the order to do nothing but go on listening."""
 
 
 def _batch(consumer: Consumer) -> list[Message]:

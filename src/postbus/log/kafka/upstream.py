@@ -358,7 +358,7 @@ class Kafka:
             left = deadline - clock.monotonic_s()
             if left <= 0:
                 return False
-            await self._tail.heard(topic, partition, left)
+            await self._tail.heard(topic, partition, offset, left)
             await self._alive(stream, partition)
         return True
 
