@@ -13,8 +13,8 @@ from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, KafkaError, 
 from confluent_kafka.admin import AdminClient
 
 from postbus.log.kafka import Kafka
-from postbus.log.kafka.link import Record, Sending
 from postbus.log.kafka.names import identities_topic, topic_of
+from postbus.log.kafka.posting import Record, Sending
 from postbus.log.kafka.records import HOLE, REPEAT, Looked, record_of
 from postbus.log.upstream import Upstream
 from postbus.model import Draft, Durability, IdempotencyConflict, Invalid, NotFound, Refused, Stream, StreamSettings

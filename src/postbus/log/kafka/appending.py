@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from postbus.log.kafka.index import Index
-    from postbus.log.kafka.link import Link, Record
+    from postbus.log.kafka.link import Link
+    from postbus.log.kafka.posting import Record
     from postbus.model import Stream
 
 __all__ = ["Call", "Line"]

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
-from postbus.log.kafka.link import code_of, is_passing
+from postbus.log.kafka.link import is_passing
+from postbus.log.kafka.posting import code_of
 from postbus.model import Refused
 
 if TYPE_CHECKING:

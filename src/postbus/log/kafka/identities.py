@@ -12,7 +12,8 @@ from postbus.log.heads import Identity
 from postbus.log.kafka import names
 from postbus.log.kafka.extents import offsets
 from postbus.log.kafka.index import KEPT, Index, Row
-from postbus.log.kafka.link import END, FIRST, Record
+from postbus.log.kafka.link import END, FIRST
+from postbus.log.kafka.posting import Record
 from postbus.log.kafka.reading import Trimmed
 from postbus.log.kafka.records import row_of
 from postbus.log.kafka.registry import make_topic

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import (  # type: ignore[attr-defined]  # it does not say what it exports
     AdminClient,
     ConfigResource,
@@ -18,13 +16,14 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # it does not
     ResourceType,
 )
 
-from postbus.log.kafka.names import MESSAGE_BYTES_MAX
+from postbus.log.kafka.posting import Postman, Sending, code_of, end_all
 from postbus.model import Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from postbus.clock import Clock
+    from postbus.log.kafka.posting import Letter, Record
 
 __all__ = [
     "END",
@@ -34,10 +33,7 @@ __all__ = [
     "Link",
     "NewTopic",
     "OffsetSpec",
-    "Record",
     "ResourceType",
-    "Sending",
-    "code_of",
     "is_passing",
 ]
 
@@ -46,10 +42,7 @@ T = TypeVar("T")
 
 FIRST: OffsetSpec = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
 END: OffsetSpec = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-POLL_S = 0.1
 RETRY_S = 0.05
-FULL_S = 0.005
-FIRST_S = 1.0
 PROBE_S = 2.0
 GONE = frozenset(
     {
@@ -66,142 +59,6 @@ _BACK_SOON = {"reconnect.backoff.ms": 100, "reconnect.backoff.max.ms": 500, "soc
 # topic. Not the description of the cluster: while no broker is alive for Kafka's controller, as after a hang of the
 # only one, the answer names none, and librdkafka ends the process (rd_kafka_admin_response_parse: assert rko_result).
 _PROBE = ConfigResource(ResourceType.TOPIC, "postbus")
-# Never gives up by itself: what was sent once keeps its sequence number until Kafka has said yes or no to it, so that
-# it is in the log once or not at all, and ``find`` can know which.
-_SAFE = {
-    "enable.idempotence": True,
-    "acks": "all",
-    "message.timeout.ms": 0,
-    "message.max.bytes": MESSAGE_BYTES_MAX,
-    "linger.ms": 0,
-    "retry.backoff.ms": 50,
-    "queue.buffering.max.messages": 500_000,
-    "topic.metadata.propagation.max.ms": 3_000,  # how long a topic that was deleted may be thought to be new
-}
-
-
-Headers = dict[str, str | bytes | None]
-Record = tuple[str, int, bytes | None, Headers, bytes | None]
-"""What is put on a topic: the topic and partition, a body, headers, a key."""
-
-
-def code_of(error: BaseException) -> KafkaError:
-    """Return what a client's exception says."""
-    said = error.args[0] if isinstance(error, KafkaException) and error.args else None
-    return said if isinstance(said, KafkaError) else KafkaError(KafkaError._FAIL, str(error))  # noqa: SLF001 - public there
-
-
-class Sending:
-    """Some records on their way. ``outcomes`` has an offset or an error for each once it has ended."""
-
-    __slots__ = ("_dropped", "_taken", "_waiter", "answer", "ended", "outcomes")
-
-    def __init__(self, count: int) -> None:
-        self.outcomes: list[int | KafkaError] = [-1] * count
-        self.ended = False
-        self.answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiter: asyncio.Event | None = None
-        self._taken = self._dropped = 0  # one written by the producer's thread, the other by the loop
-
-    @property
-    def failed(self) -> KafkaError | None:
-        """The first error among the outcomes."""
-        return next((said for said in self.outcomes if isinstance(said, KafkaError)), None)
-
-    @property
-    def offsets(self) -> list[int]:
-        """The outcomes, if none has failed."""
-        return cast("list[int]", self.outcomes)
-
-    def take(self, index: int, ended: list[Sending], error: KafkaError | None, message: Message) -> None:
-        """Note one outcome; called on the producer's thread."""
-        self.outcomes[index] = (message.offset() or 0) if error is None else error
-        self._taken += 1
-        if self._taken + self._dropped >= len(self.outcomes):
-            ended.append(self)
-
-    def give_up(self, start: int, error: KafkaError) -> None:
-        """Note that the records from ``start`` on were never handed over; called on the loop."""
-        self.outcomes[start:] = [error] * (len(self.outcomes) - start)
-        self._dropped = len(self.outcomes) - start
-        if self._taken + self._dropped >= len(self.outcomes):
-            self.end()
-
-    def end(self) -> None:
-        """Wake who waits; called on the loop, perhaps twice."""
-        self.ended = True
-        if not self.answer.done():
-            self.answer.set_result(True)
-        if self._waiter is not None:
-            self._waiter.set()
-
-    async def wait(self, clock: Clock, seconds: float) -> bool:
-        """Wait until every outcome is known; False when the time is over first."""
-        if not self.ended:
-            self._waiter = self._waiter or asyncio.Event()
-            return await clock.wait(self._waiter, seconds)
-        return True
-
-
-class _Postman:
-    """A producer and the thread that hears what became of its records."""
-
-    def __init__(
-        self, config: dict[str, Any], loop: asyncio.AbstractEventLoop, failed: Callable[[KafkaError], None]
-    ) -> None:
-        self.broken = False
-        self._loop = loop
-        self._failed = failed
-        self._ended: list[Sending] = []
-        self._stop = False
-        self.producer = Producer({**config, "error_cb": self._complaint})
-        self._thread = threading.Thread(target=self._listen, name="postbus-kafka-producer", daemon=True)
-        self._thread.start()
-
-    def send(self, records: Sequence[Record], sending: Sending, start: int) -> int:
-        """Hand over records from ``start`` on; returns how far it got before the queue was full."""
-        produce, take, ended = self.producer.produce, sending.take, self._ended
-        for index in range(start, len(records)):
-            topic, partition, body, headers, key = records[index]
-            try:
-                produce(topic, body, key, partition, partial(take, index, ended), headers=headers)
-            except BufferError:
-                return index
-            except KafkaException as error:
-                self.broken = self.broken or code_of(error).fatal()
-                sending.give_up(index, code_of(error))
-                break
-        return len(records)
-
-    def close(self, seconds: float) -> None:
-        """Wait a little for what is on its way, then let go."""
-        with contextlib.suppress(KafkaException):
-            self.producer.flush(seconds)
-            self.producer.purge()
-        self._stop = True
-        self._thread.join()
-        with contextlib.suppress(KafkaException):
-            self.producer.close()  # here and now, not when the collector comes by on some thread
-
-    def _listen(self) -> None:
-        with contextlib.suppress(KafkaException):  # asking anything makes it connect now, not within half a second
-            self.producer.list_topics(timeout=FIRST_S)
-        while not self._stop or self._ended:
-            self.producer.poll(POLL_S if not self._stop else 0)
-            if self._ended:
-                ended, self._ended[:] = self._ended[:], []
-                with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
-                    self._loop.call_soon_threadsafe(_set_all, ended)
-
-    def _complaint(self, error: KafkaError) -> None:
-        self.broken = self.broken or error.fatal()
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._failed, error)
-
-
-def _set_all(ended: list[Sending]) -> None:
-    for sending in ended:
-        sending.end()
 
 
 class Link:
@@ -216,12 +73,12 @@ class Link:
         self.config: dict[str, Any] = {**config, "bootstrap.servers": address, **_QUIET, **_BACK_SOON}
         self._admin: AdminClient | None = None
         self._asked: set[Future[Any]] = set()
-        self._postman: _Postman | None = None
-        self._retired: list[_Postman] = []
+        self._postman: Postman | None = None
+        self._retired: list[Postman] = []
         self._up = asyncio.Event()
         self._up.set()
         self._probe: asyncio.Task[None] | None = None
-        self._outbox: list[tuple[Sequence[Record], Sending, int]] = []
+        self._outbox: list[Letter] = []
         self._due: dict[Sending, float] = {}
         self._sweeper: asyncio.Task[None] | None = None
         self._doubtful: dict[Sending, Sequence[str]] = {}
@@ -372,7 +229,7 @@ class Link:
             return sending
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._post)
-        self._outbox.append((records, sending, 0))
+        self._outbox.append((records, sending))
         self._doubtful[sending] = ids
         self._due[sending] = deadline
         if self._sweeper is None:
@@ -387,16 +244,9 @@ class Link:
 
     def _post(self) -> None:
         """Hand over everything that was sent in this turn of the loop at once, so that it travels together."""
-        if self.closed:
-            return
-        postman = self._current()
-        outbox, self._outbox = self._outbox, []
-        for at, (records, sending, start) in enumerate(outbox):
-            sent = postman.send(records, sending, start)
-            if sent < len(records):  # full: it empties as Kafka acknowledges
-                self._outbox = [(records, sending, sent), *outbox[at + 1 :]]
-                asyncio.get_running_loop().call_later(FULL_S, self._post)
-                return
+        if not self.closed:
+            letters, self._outbox = self._outbox, []
+            self._current().post(letters)
 
     async def _sweep(self) -> None:
         """Tell those who wait too long: one timer for all, in the order in which they began to wait."""
@@ -420,12 +270,12 @@ class Link:
             elif not wanted.isdisjoint(theirs) and not await sending.wait(self.clock, self.answer_s):
                 raise self.lost()
 
-    def _current(self) -> _Postman:
+    def _current(self) -> Postman:
         if self._postman is not None and self._postman.broken:
             self._retired.append(self._postman)
             self._postman = None
         if self._postman is None:
-            self._postman = _Postman({**self.config, **_SAFE}, asyncio.get_running_loop(), self._complained)
+            self._postman = Postman(self.config, asyncio.get_running_loop(), self._complained)
         return self._postman
 
     async def close(self) -> None:
@@ -440,8 +290,10 @@ class Link:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-        for _, sending, start in self._outbox:
-            sending.give_up(start, KafkaError(KafkaError._DESTROY))  # noqa: SLF001 - public there
+        ended: list[Sending] = []
+        for _, sending in self._outbox:
+            sending.give_up(0, ended, KafkaError(KafkaError._DESTROY))  # noqa: SLF001 - public there
+        end_all(ended)
         self._outbox = []
         for sending in self._due:
             if not sending.answer.done():

@@ -22,7 +22,7 @@ from postbus.model import Event, LimitExceeded, Trust
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from postbus.log.kafka.link import Headers, Record
+    from postbus.log.kafka.posting import Headers, Record
     from postbus.log.wire import Carried
     from postbus.model import Draft
 

@@ -14,7 +14,8 @@ from confluent_kafka import KafkaError
 
 from postbus.log.kafka import names
 from postbus.log.kafka.extents import offsets
-from postbus.log.kafka.link import END, NewTopic, Record
+from postbus.log.kafka.link import END, NewTopic
+from postbus.log.kafka.posting import Record
 from postbus.log.kafka.reading import Trimmed
 from postbus.model import NotFound, Refused, Stream, StreamSettings
 
