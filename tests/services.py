@@ -30,7 +30,16 @@ import pytest
 
 from tools.services import KafkaServer, Missing, NatsServer, Server, fetch_kafka
 
-__all__ = ["KafkaServer", "NatsServer", "fresh_prefix", "kafka_server", "nats_server", "running_kafka", "running_nats"]
+__all__ = [
+    "KafkaServer",
+    "NatsServer",
+    "fresh_prefix",
+    "kafka_server",
+    "nats_server",
+    "running",
+    "running_kafka",
+    "running_nats",
+]
 
 S = TypeVar("S", bound=Server)
 
@@ -45,11 +54,11 @@ def fresh_prefix() -> str:
 
 
 def running_kafka() -> KafkaServer:
-    return _shared(KafkaServer)
+    return running(KafkaServer)
 
 
 def running_nats() -> NatsServer:
-    return _shared(NatsServer)
+    return running(NatsServer)
 
 
 @pytest.fixture
@@ -62,7 +71,8 @@ def nats_server() -> NatsServer:
     return running_nats()
 
 
-def _shared(kind: type[S]) -> S:
+def running(kind: type[S]) -> S:
+    """Return the one server of a kind, started when it does not run."""
     server = _running.get(kind)
     if server is None:
         server = _new(kind)
@@ -80,7 +90,7 @@ def _new(kind: type[S]) -> S:
     folder = tempfile.mkdtemp(prefix=f"postbus-{kind.__name__.lower()}-")
     server = kind(Path(folder))
     try:
-        if kind is KafkaServer and os.environ.get("CI") == "true":
+        if issubclass(kind, KafkaServer) and os.environ.get("CI") == "true":
             fetch_kafka()
         server.command()
     except Missing as error:

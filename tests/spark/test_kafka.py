@@ -26,9 +26,10 @@ from postbus.spark.jobs.verify import verify_lake
 from postbus.spark.kafka import SETTING, has_connector, log_frame
 from postbus.spark.lake import Lake
 from postbus.spark.schema import EVENT_SCHEMA
-from tests.services import fresh_prefix, running_kafka
+from tests.services import fresh_prefix, running, running_kafka
 from tests.spark.office import ORDERS, sample
 from tests.spark.test_remote import Remote
+from tests.upstream.secure import WHO, SecureKafka
 
 T = TypeVar("T")
 PATIENCE_S = 60.0
@@ -239,3 +240,26 @@ def test_jobs_whose_tasks_are_elsewhere_use_it(
     assert (done.events, done.batches) == (57, 2)
     found = verify_lake(spark, lake, node.url)
     assert (found.ok, found.events) == (True, 57)
+
+
+def test_a_kafka_that_wants_tls_and_a_password_is_read_both_ways(spark: SparkSession) -> None:
+    server = running(SecureKafka)
+    papers, prefix = server.papers, fresh_prefix()
+    tls = f"tls={papers.authority}&cert={papers.client}&key={papers.client_key}"
+
+    async def fill() -> None:
+        client = Kafka(server.address, prefix, answer_s=PATIENCE_S)
+        stream = await client.ensure_stream(ORDERS)
+        drafts = [draft("orders.made", "shop", {"n": number}) for number in range(20)]
+        await client.append(stream, drafts, [SystemClock().new_id() for _ in drafts], NOW_US)
+        await client.close()
+
+    asyncio.run(fill())
+    try:
+        for who, more in ((WHO, "&sasl=SCRAM-SHA-512"), ("plain:plain", "")):
+            url = f"kafka://{who}@{server.secure}/{prefix}?{tls}{more}"
+            for reader in ("spark", "postbus"):
+                rows = log_frame(spark, url, kafka_reader=reader).select("offset", "payload").collect()
+                assert sorted((row.offset, row.payload) for row in rows) == [(n, f'{{"n":{n}}}') for n in range(20)]
+    finally:
+        server.kill()

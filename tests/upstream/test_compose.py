@@ -39,7 +39,7 @@ def test_the_services_fit_together(compose: dict[str, Any]) -> None:
     for url in (default[1], *re.findall(r"POSTBUS_LOG='([^']+)'", COMPOSE.read_text())):
         address = parse_address(url)
         assert address.remote is not None
-        target = parse_remote(address.remote, "sync")
+        target = parse_remote(address.remote)
         assert target.address.partition(":")[0] in services
         assert address.folder == services["postbus"]["volumes"][0].partition(":")[2]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import nats.errors
 
 from postbus.clock import Clock, SystemClock
-from postbus.log.jetstream.connection import RETRY_S, RETRY_S_MAX, Connection, without_passwords
-from postbus.model import Invalid, Unreachable
+from postbus.log.jetstream.connection import RETRY_S, RETRY_S_MAX, Connection, Servers
+from postbus.model import Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -31,12 +31,8 @@ class NatsLink:
     """
 
     def __init__(self, url: str, clock: Clock | None = None) -> None:
-        if not url.startswith(("nats://", "tls://")):
-            raise Invalid(
-                f"{without_passwords(url)!r} is not the address of a NATS server", hint="write nats://host:4222"
-            )
-        self._address = url
-        self.url = without_passwords(url)
+        self._servers = Servers(url)
+        self.url = self._servers.url
         self.clock = clock or SystemClock()
         self.error = "not connected yet"
         self.up: list[Callable[[Client], Awaitable[None]]] = []
@@ -100,7 +96,7 @@ class NatsLink:
     async def _keep(self) -> None:
         delay = RETRY_S
         while True:
-            connection = Connection(self._address, self._complained)
+            connection = Connection(self._servers, self._complained)
             try:
                 await connection.connect(self._ready)
                 delay = RETRY_S

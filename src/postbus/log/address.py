@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit, urlunsp
 import msgspec
 
 from postbus.clock import SystemClock
+from postbus.log.security import OPTIONS, Security, hosts_of, security_of
 from postbus.model import Invalid, NotFound
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = ["REMOTES", "Address", "Target", "open_upstream", "parse_address", "pa
 
 FOLDER = "./postbus-data"
 PREFIX = "postbus"
+COMMON = ("answer_s", "replicas", "sync", *OPTIONS)
 PREFIX_RULE = re.compile("[A-Za-z0-9_-]{1,32}")
 ANSWER_S = 5.0
 NUMBER_MAX = 1e6
@@ -42,7 +44,7 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
         if self.remote is None:
             return self.folder or MEMORY
         parts = urlsplit(self.remote)
-        return urlunsplit(parts._replace(netloc=",".join(host.rpartition("@")[2] for host in parts.netloc.split(","))))
+        return urlunsplit(parts._replace(netloc=hosts_of(parts.netloc)[1]))
 
 
 def parse_address(text: str) -> Address:
@@ -92,10 +94,11 @@ class _RealTime(SystemClock):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A remote's URL in parts: where it is, what our names there begin with, and its options."""
+    """A remote's URL in parts: where it is, what our names there begin with, who we are there, and its options."""
 
     address: str
     prefix: str
+    security: Security
     options: dict[str, str]
 
     def whole(self, name: str, default: int) -> int:
@@ -122,10 +125,11 @@ class Target(msgspec.Struct, frozen=True):
         return text is not None
 
 
-def parse_remote(url: str, *options: str) -> Target:
-    """Return a remote's URL in parts; raises ``Invalid`` for options beside these, and for a bad prefix."""
+def parse_remote(url: str) -> Target:
+    """Return a remote's URL in parts; raises ``Invalid`` for options it does not have, and for a bad prefix."""
     parts = urlsplit(url)
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    options = (*COMMON, "sasl") if parts.scheme == "kafka" else COMMON
     unknown = sorted(given.keys() - {*options})
     if unknown:
         known = ", ".join(sorted((*options, "data")))
@@ -133,7 +137,8 @@ def parse_remote(url: str, *options: str) -> Target:
     prefix = unquote(parts.path.strip("/")) or PREFIX
     if not PREFIX_RULE.fullmatch(prefix):
         raise Invalid(f"the prefix {prefix!r} is not made of 1 to 32 letters, digits, - and _")
-    return Target(parts.netloc, prefix, given)
+    who, hosts = hosts_of(parts.netloc)
+    return Target(hosts, prefix, security_of(who, given), given)
 
 
 async def _nats(url: str, clock: Clock, _folder: str) -> Upstream:
@@ -141,7 +146,7 @@ async def _nats(url: str, clock: Clock, _folder: str) -> Upstream:
         from postbus.log.jetstream import JetStream  # noqa: PLC0415 - needs the extra
     except ModuleNotFoundError as error:
         raise NotFound("nats-py is not installed", hint="pip install 'postbus[nats]'") from error
-    target = parse_remote(url, "answer_s", "replicas", "sync")
+    target = parse_remote(url)
     return JetStream(
         f"nats://{target.address}",
         target.prefix,
@@ -149,6 +154,7 @@ async def _nats(url: str, clock: Clock, _folder: str) -> Upstream:
         replicas=target.whole("replicas", 1),
         synced=target.synced,
         clock=clock,
+        security=target.security,
     )
 
 
@@ -157,7 +163,7 @@ async def _kafka(url: str, clock: Clock, folder: str) -> Upstream:
         from postbus.log.kafka import Kafka  # noqa: PLC0415 - needs the extra
     except ModuleNotFoundError as error:
         raise NotFound("confluent-kafka is not installed", hint="pip install 'postbus[kafka]'") from error
-    target = parse_remote(url, "answer_s", "replicas", "sync")
+    target = parse_remote(url)
     return Kafka(
         target.address,
         target.prefix,
@@ -166,6 +172,7 @@ async def _kafka(url: str, clock: Clock, folder: str) -> Upstream:
         synced=target.synced,
         clock=clock,
         data=folder,
+        config=target.security.kafka(),
     )
 
 

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import reduce
 from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from postbus.log.address import Target
+    from postbus.log.security import Security
     from postbus.log.upstream import Upstream
     from postbus.model import Event, Stream
     from postbus.spark.schema import Column
@@ -52,6 +54,7 @@ KAFKA_READERS = ("auto", "spark", "postbus")
 SLICES_MAX = 32
 """How many tasks share a long partition at most: each slice is a part of the plan."""
 LOOK = 1_000
+LOGIN = "org.apache.kafka.common.security"
 
 
 def log_frame(
@@ -192,16 +195,18 @@ def _records(spark: SparkSession, url: str, parts: dict[tuple[str, int], Range])
         assigned.setdefault(topic, []).append(partition)
         starts.setdefault(topic, {})[str(partition)] = wanted.start
         ends.setdefault(topic, {})[str(partition)] = wanted.end
+    target = _target(url)
     reader = spark.read.format(FORMAT).options(
+        **_safely(target.security),
         **{
-            "kafka.bootstrap.servers": _target(url).address,
+            "kafka.bootstrap.servers": target.address,
             "kafka.isolation.level": "read_uncommitted",
             "assign": _json(assigned),
             "startingOffsets": _json(starts),
             "endingOffsets": _json(ends),
             "includeHeaders": "true",
             "failOnDataLoss": "true",
-        }
+        },
     )
     return reader.load().select(
         "topic",
@@ -215,13 +220,33 @@ def _records(spark: SparkSession, url: str, parts: dict[tuple[str, int], Range])
     )
 
 
+def _safely(security: Security) -> dict[str, str]:
+    """Return what Kafka's client in Java is told of TLS and the password; ours calls the same things otherwise."""
+    settings = security.kafka()
+    if not settings:
+        return {}
+    found = {"security.protocol": settings["security.protocol"]}
+    if security.ca is not None:
+        found |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": security.ca}
+    if security.cert is not None and security.key is not None:
+        found["ssl.keystore.type"] = "PEM"
+        found["ssl.keystore.certificate.chain"] = Path(security.cert).read_text(encoding="ascii")
+        found["ssl.keystore.key"] = Path(security.key).read_text(encoding="ascii")
+    if security.user is not None and security.password is not None:
+        module = "plain.PlainLoginModule" if security.mechanism == "PLAIN" else "scram.ScramLoginModule"
+        user, password = (text.replace("\\", "\\\\").replace('"', '\\"') for text in (security.user, security.password))
+        found["sasl.mechanism"] = security.mechanism
+        found["sasl.jaas.config"] = f'{LOGIN}.{module} required username="{user}" password="{password}";'
+    return {f"kafka.{name}": value for name, value in found.items()}
+
+
 def _header(name: str) -> SparkColumn:
     """Return the value of the first header of a name."""
     return fn.get(fn.filter("headers", lambda each: each["key"] == fn.lit(name)), fn.lit(0))["value"]
 
 
 def _target(url: str) -> Target:
-    return parse_remote(url, "answer_s", "replicas", "sync")
+    return parse_remote(url)
 
 
 def _json(value: Any) -> str:
@@ -334,7 +359,7 @@ def _judging(url: str) -> Iterator[Judge]:
     with asyncio.Runner() as runner:
 
         async def opened() -> tuple[Link, Reader]:
-            link = Link(target.address, target.number("answer_s", ANSWER_S), SystemClock(), {})
+            link = Link(target.address, target.number("answer_s", ANSWER_S), SystemClock(), target.security.kafka())
             return link, Reader(link, 5)
 
         link, scout = runner.run(opened())

@@ -15,7 +15,7 @@ import msgspec
 import nats.errors
 
 from postbus.clock import SystemClock
-from postbus.log.jetstream.connection import RETRY_S, RETRY_S_MAX, Connection, without_passwords
+from postbus.log.jetstream.connection import RETRY_S, RETRY_S_MAX, Connection
 from postbus.model import PostbusError, Refused, StorageFull, Unreachable
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
     from nats.aio.msg import Msg
+
+    from postbus.log.jetstream.connection import Servers
 
 __all__ = ["ApiError", "Link", "NoStream", "acked", "parsed"]
 
@@ -122,9 +124,9 @@ class _Bound:
 class Link:
     """Connects when first used, and stays connected until ``close``."""
 
-    def __init__(self, url: str, answer_s: float) -> None:
-        self._address = url
-        self.url = without_passwords(url)
+    def __init__(self, servers: Servers, answer_s: float) -> None:
+        self._servers = servers
+        self.url = servers.url
         self.answer_s = answer_s
         self.up: list[Callable[[], None]] = []
         self.asked = 0
@@ -262,7 +264,7 @@ class Link:
     async def _keep(self) -> None:
         delay = RETRY_S
         while True:
-            connection = Connection(self._address, self._complained)
+            connection = Connection(self._servers, self._complained)
             try:
                 # without a limit a send to a server that hangs does not wait, where it could not be cancelled
                 await connection.connect(self._open, pending_size=0)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from postbus.clock import Clock, SystemClock
 from postbus.log.cursors import check_partition, check_range
 from postbus.log.jetstream.appending import Appending
+from postbus.log.jetstream.connection import Servers
 from postbus.log.jetstream.gates import Gates
 from postbus.log.jetstream.identities import Identities
 from postbus.log.jetstream.link import ApiError, Link, NoStream
@@ -17,12 +18,13 @@ from postbus.log.jetstream.reading import SEQUENCE, event_from, missing_event, p
 from postbus.log.jetstream.registry import STREAM_GONE, Registry
 from postbus.log.settings import check_settings
 from postbus.log.wire import HEADER, unpack
-from postbus.model import Durability, Invalid, Unreachable
+from postbus.model import Durability, Unreachable
 from postbus.topics import check_stream_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from postbus.log.security import Security
     from postbus.model import Draft, Event, Receipt, Stream, StreamSettings
 
 __all__ = ["JetStream"]
@@ -49,14 +51,13 @@ class JetStream:
         replicas: int = 1,
         synced: bool = False,
         clock: Clock | None = None,
+        security: Security | None = None,
     ) -> None:
-        if not url.startswith(("nats://", "tls://")):
-            raise Invalid(f"{url!r} is not the address of a NATS server", hint="write nats://host:4222")
         self.answer_s = answer_s
         self.prefix = prefix
         clock = clock or SystemClock()
         self._names = Names(prefix, replicas)
-        self._link = Link(url, answer_s)
+        self._link = Link(Servers(url, security), answer_s)
         self.url = self._link.url
         self._registry = Registry(self._link, self._names, clock)
         self._gates = Gates(self._link, self._names, self._registry, clock)

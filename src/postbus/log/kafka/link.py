@@ -72,6 +72,7 @@ class Link:
         self.closed = False
         self.config: dict[str, Any] = {**config, "bootstrap.servers": address, **_QUIET, **_BACK_SOON}
         self._admin: AdminClient | None = None
+        self._reason = ""
         self._asked: set[Future[Any]] = set()
         self._postman: Postman | None = None
         self._retired: list[Postman] = []
@@ -86,7 +87,10 @@ class Link:
     # --- whether it is there ---
 
     def unreachable(self, why: str = "") -> Unreachable:
-        """Return the error that says so."""
+        """Return the error that says so, and why, if the client knows."""
+        if self._admin is not None:
+            self._admin.poll(0)  # it tells of its errors when it is asked
+        why = why or self._reason
         return Unreachable(f"Kafka at {self.address} does not answer{why and ': '}{why}")
 
     async def ready(self) -> None:
@@ -118,10 +122,16 @@ class Link:
                 pass
             await self.clock.sleep(RETRY_S)
         self._up.set()
+        self._reason = ""
         for call in self.came_up if not self.closed else ():
             call()
 
+    def _noted(self, error: KafkaError) -> None:
+        if error.code() in _TELLING:
+            self._reason = error.str()
+
     def _complained(self, error: KafkaError) -> None:
+        self._noted(error)
         if error.code() == KafkaError._ALL_BROKERS_DOWN:  # noqa: SLF001 - public there
             self.lost()
 
@@ -133,7 +143,8 @@ class Link:
         if self.closed:
             raise Unreachable("the log is closed")
         if self._admin is None:
-            self._admin = AdminClient(dict(self.config))
+            config: dict[str, Any] = {**self.config, "error_cb": self._noted}
+            self._admin = AdminClient(config)
         return self._admin
 
     async def ask(
@@ -321,6 +332,11 @@ def is_passing(error: KafkaError) -> bool:
     return error.retriable() or error.code() in _PASSING
 
 
+_TELLING = {
+    KafkaError._AUTHENTICATION,  # noqa: SLF001 - public there, and so below
+    KafkaError._SSL,  # noqa: SLF001
+    KafkaError._RESOLVE,  # noqa: SLF001
+}
 _PASSING = {
     KafkaError._TRANSPORT,  # noqa: SLF001 - public there, and so below
     KafkaError._TIMED_OUT,  # noqa: SLF001
