@@ -203,9 +203,13 @@ class KafkaServer(Server):
             identity = "version=1\ncluster.id=cG9zdGJ1cy10ZXN0LWthZg\nnode.id=1\n"
             (data / "meta.properties").write_text(identity, encoding="ascii")
         self._settings = folder / "server.properties"
-        self.back_port, self.detour_port, controller = free_port(), free_port(), free_port()
+        self.back_port, self.detour_port, self.controller_port = free_port(), free_port(), free_port()
         settings = PROPERTIES.format(
-            port=self.port, back=self.back_port, detour=self.detour_port, controller=controller, data=data
+            port=self.port,
+            back=self.back_port,
+            detour=self.detour_port,
+            controller=self.controller_port,
+            data=data,
         )
         self._settings.write_text(settings, encoding="utf-8")
 

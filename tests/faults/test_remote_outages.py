@@ -21,6 +21,7 @@ from postbus.bus.outlet import RemoteOutlet, outlet_of
 from postbus.log import SqliteLog
 from postbus.model import Event
 from tests.faults.campaign import FULL, dice
+from tests.faults.clusters import cluster
 from tests.faults.line import Line
 from tests.services import KafkaServer, NatsServer, fresh_prefix, running_kafka, running_nats
 
@@ -132,8 +133,10 @@ class Scene:
 async def scene(url: str, far_url: str, ground: Path) -> AsyncIterator[Scene]:
     """Two nodes; the near one publishes. At the end both have the same, and nothing was given up."""
     answer_s = ANSWER_S[url.partition(":")[0]]
-    near = EventBus(f"{url}?answer_s={answer_s}&data={ground / 'near'}")
-    far = EventBus(f"{far_url}?answer_s={answer_s}&data={ground / 'far'}")
+    near, far = (
+        EventBus(f"{at}{'&' if '?' in at else '?'}answer_s={answer_s}&data={ground / node}")
+        for at, node in ((url, "near"), (far_url, "far"))
+    )
     seen: list[list[int]] = [[] for _ in range(PUBLISHERS)]
 
     @far.on("orders.*", subscriber_id="till", start="earliest")
@@ -217,3 +220,26 @@ async def test_the_line_is_cut_and_slow(kind: str, ground: Path) -> None:
             await on.queued()
             line.mend()
         await on.straight()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "nats",
+        pytest.param("kafka", marks=pytest.mark.skipif(not FULL, reason="three brokers: part of make faults")),
+    ],
+)
+async def test_one_of_three_servers_is_killed_again_and_again(kind: str, ground: Path) -> None:
+    chance = dice(f"clusters of {kind}")
+    with cluster(kind, ground / "servers") as servers:
+        hosts = ",".join(server.address for server in servers)
+        url = f"{kind}://{hosts}/{fresh_prefix()}?replicas={len(servers)}"
+        async with scene(url, url, ground) as on:
+            for _ in range(CYCLES):
+                await on.straight()
+                await asyncio.sleep(chance.random() * 0.1)
+                victim = chance.choice(servers)
+                victim.kill()
+                await on.straight()  # the others go on without it
+                await asyncio.to_thread(victim.start)
+            await on.straight()

@@ -101,6 +101,12 @@ async def test_a_reader_that_was_closed_takes_nothing_any_more() -> None:
     kafka = Kafka(running_kafka().address, fresh_prefix(), answer_s=PATIENCE_S)
     stream = await kafka.ensure_stream("shop.main.orders")
     await kafka.append(stream, [fact(number) for number in range(5)], new_ids(5), NOW_US)
-    await kafka.fetch(stream, 0, 0, 5)
+    reader, topic = kafka._tail, topic_of(kafka.prefix, stream)
+    reading_on = asyncio.create_task(reader.read(topic, 0, 0, 5))
+    while not reader._orders.empty():  # noqa: ASYNC110 - what it waits for has no event
+        await asyncio.sleep(0)
+    await reader.close()  # while the thread hands over what it has
+    await asyncio.sleep(0)
+    assert not reader._take()
+    reading_on.cancel()
     await kafka.close()
-    assert not kafka._tail._take()

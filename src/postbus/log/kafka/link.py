@@ -120,7 +120,7 @@ class Link:
                     break
             except TimeoutError:
                 pass
-            await self.clock.sleep(RETRY_S)
+            await self.look_again()  # who answers such questions may be the one that has gone
         self._up.set()
         self._reason = ""
         for call in self.came_up if not self.closed else ():
@@ -175,9 +175,9 @@ class Link:
             await self.look_again()
 
     async def look_again(self) -> None:
-        """Wait a moment and have the client ask anew who leads what; it remembers that nobody does for a while."""
+        """Wait a moment and have the client ask anew who leads what; by itself it does so every five minutes."""
         await self.clock.sleep(RETRY_S)
-        with contextlib.suppress(KafkaException):
+        with contextlib.suppress(KafkaException, Unreachable):
             await asyncio.to_thread(self.admin.list_topics, timeout=PROBE_S)
 
     async def led(self, topic: str, partitions: int) -> None:

@@ -223,6 +223,7 @@ class Reader:
         """End the thread and the consumer. Idempotent."""
         if self._thread is not None:
             self._resting = None
+            self._serial += 1  # so that nobody takes the thread for one that rests
             self._orders.put(None)
             await asyncio.to_thread(self._thread.join)
             self._thread = None
