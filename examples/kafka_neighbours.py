@@ -63,4 +63,6 @@ async def main(address: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:3]))
+    if len(sys.argv) != 3:  # noqa: PLR2004 - the two words above
+        sys.exit(__doc__)
+    asyncio.run(main(*sys.argv[1:]))

@@ -61,5 +61,8 @@ async def till(bus: EventBus) -> None:
 
 
 if __name__ == "__main__":
-    role, url = sys.argv[1:3]
-    asyncio.run(till(EventBus(url)) if role == "till" else shop(EventBus(url), int(sys.argv[3])))
+    role, *words = sys.argv[1:] or [""]
+    if len(words) != {"till": 1, "shop": 2}.get(role):
+        sys.exit(__doc__)
+    bus = EventBus(words[0])
+    asyncio.run(till(bus) if role == "till" else shop(bus, int(words[1])))
