@@ -6,9 +6,12 @@ import asyncio
 from collections import Counter
 
 import pytest
+from confluent_kafka import KafkaError
 
+from postbus.clock import SystemClock
 from postbus.log.kafka import Kafka, posting
-from postbus.log.kafka.posting import Postman
+from postbus.log.kafka.link import Link
+from postbus.log.kafka.posting import Postman, Sending
 from postbus.model import Unreachable
 from tests.conformance.upstream_suite import PATIENCE_S, SHORT_S, add, everything, fact, retried
 from tests.faults.line import Line
@@ -64,3 +67,19 @@ async def test_who_closes_does_not_wait_for_a_client_that_is_full(monkeypatch: p
             with pytest.raises(Unreachable):
                 await append
         await client.close()
+
+
+async def test_an_acknowledgement_that_comes_late_says_that_kafka_is_back() -> None:
+    link, told = Link("127.0.0.1:1", SHORT_S, SystemClock(), {}), list[str]()
+    link.came_up.append(lambda: told.append("up"))
+    in_time, refused, late = Sending(1), Sending(1), Sending(1)
+    for sending in (refused, late):
+        sending.answer.set_result(False)  # whoever waited was told that Kafka is away
+    refused.outcomes[0] = KafkaError(KafkaError._TIMED_OUT)
+    link._told([in_time, refused])
+    assert (told, in_time.ended, refused.ended) == ([], True, True)
+    link._told([late])
+    assert (told, late.ended) == (["up"], True)
+    await link.close()
+    link._told([late])
+    assert told == ["up"]

@@ -16,7 +16,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]  # it does not
     ResourceType,
 )
 
-from postbus.log.kafka.posting import Postman, Sending, code_of, end_all
+from postbus.log.kafka.posting import Postman, Sending, code_of
 from postbus.model import Unreachable
 
 if TYPE_CHECKING:
@@ -259,6 +259,17 @@ class Link:
             letters, self._outbox = self._outbox, []
             self._current().post(letters)
 
+    def _told(self, ended: list[Sending]) -> None:
+        """Wake who waits for any of these; one that comes after its time shows that Kafka is back."""
+        late = any(
+            sending.answer.done() and not sending.answer.cancelled() and sending.failed is None for sending in ended
+        )
+        for sending in ended:
+            sending.end()
+        if late and not self.closed:
+            for call in self.came_up:
+                call()
+
     async def _sweep(self) -> None:
         """Tell those who wait too long: one timer for all, in the order in which they began to wait."""
         while self._due:
@@ -286,7 +297,7 @@ class Link:
             self._retired.append(self._postman)
             self._postman = None
         if self._postman is None:
-            self._postman = Postman(self.config, asyncio.get_running_loop(), self._complained)
+            self._postman = Postman(self.config, asyncio.get_running_loop(), self._told, self._complained)
         return self._postman
 
     async def close(self) -> None:
@@ -304,7 +315,7 @@ class Link:
         ended: list[Sending] = []
         for _, sending in self._outbox:
             sending.give_up(0, ended, KafkaError(KafkaError._DESTROY))  # noqa: SLF001 - public there
-        end_all(ended)
+        self._told(ended)
         self._outbox = []
         for sending in self._due:
             if not sending.answer.done():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from postbus.clock import Clock
 
-__all__ = ["Headers", "Letter", "Postman", "Record", "Sending", "code_of", "end_all"]
+__all__ = ["Headers", "Letter", "Postman", "Record", "Sending", "code_of"]
 
 IDLE_S = 0.1
 GROUP_S = 0.005  # how long what is sent next waits at most for what is on its way
@@ -103,7 +103,7 @@ class Sending:
 
 
 class Postman:
-    """A producer and the thread that hands it records and hears what became of them.
+    """A producer and the thread that hands it records and hears what became of them, which is ``told`` on the loop.
 
     What waits when the thread comes by travels together, at once: the client would wait for more by itself (its
     linger), but not while it is being flushed. Without a linger it would send the first records of a group before it
@@ -111,10 +111,15 @@ class Postman:
     """
 
     def __init__(
-        self, config: dict[str, Any], loop: asyncio.AbstractEventLoop, failed: Callable[[KafkaError], None]
+        self,
+        config: dict[str, Any],
+        loop: asyncio.AbstractEventLoop,
+        told: Callable[[list[Sending]], None],
+        failed: Callable[[KafkaError], None],
     ) -> None:
         self.broken = False
         self._loop = loop
+        self._told = told
         self._failed = failed
         self._box: queue.SimpleQueue[list[Letter] | None] = queue.SimpleQueue()
         self._ended: list[Sending] = []
@@ -182,15 +187,9 @@ class Postman:
         if self._ended:
             ended, self._ended[:] = self._ended[:], []
             with contextlib.suppress(RuntimeError):  # the loop is closed, nobody waits any more
-                self._loop.call_soon_threadsafe(end_all, ended)
+                self._loop.call_soon_threadsafe(self._told, ended)
 
     def _complaint(self, error: KafkaError) -> None:
         self.broken = self.broken or error.fatal()
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._failed, error)
-
-
-def end_all(ended: list[Sending]) -> None:
-    """Wake who waits for any of these; called on the loop."""
-    for sending in ended:
-        sending.end()
