@@ -189,6 +189,26 @@ async def test_a_hint_lets_the_next_call_find_out_at_once() -> None:
     assert await breaker.run(far) == "there"
 
 
+@pytest.mark.parametrize("probe", [False, True])
+async def test_a_failure_from_before_a_hint_does_not_keep_the_next_call_waiting(probe: bool) -> None:
+    clock, far = FakeClock(), Far()
+    breaker = Breaker("far", clock=clock, failures_max=1)
+    far.away = True
+    if probe:
+        await fail(breaker, far, 1)
+        clock.advance(10)
+
+    async def slow() -> str:
+        breaker.hint()  # it comes back while this call still waits for one that has gone
+        return await far()
+
+    with pytest.raises(Unreachable):
+        await breaker.run(slow)
+    assert (breaker.state, breaker.wait_s) == (OPEN, 0.0)
+    await fail(breaker, far, 1)  # it was a false one
+    assert (breaker.state, breaker.wait_s) == (OPEN, 20.0)
+
+
 async def test_changes_are_told_and_show_as_a_metric() -> None:
     clock, far, metrics = FakeClock(), Far(), Metrics()
     breaker = Breaker("far", clock=clock, failures_max=1)

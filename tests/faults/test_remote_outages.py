@@ -18,8 +18,11 @@ import pytest
 from postbus import EventBus
 from postbus.broker import BreakerState
 from postbus.bus.outlet import RemoteOutlet, outlet_of
+from postbus.clock import SystemClock
 from postbus.log import SqliteLog
+from postbus.log.address import open_upstream
 from postbus.model import Event
+from tests.conformance.upstream_suite import retried
 from tests.faults.campaign import FULL, dice
 from tests.faults.clusters import cluster
 from tests.faults.line import Line
@@ -234,6 +237,9 @@ async def test_one_of_three_servers_is_killed_again_and_again(kind: str, ground:
     with cluster(kind, ground / "servers") as servers:
         hosts = ",".join(server.address for server in servers)
         url = f"{kind}://{hosts}/{fresh_prefix()}?replicas={len(servers)}"
+        upstream = await open_upstream(url, SystemClock(), str(ground))
+        await retried(lambda: upstream.ensure_stream(JOURNAL))  # they have found each other
+        await upstream.close()
         async with scene(url, url, ground) as on:
             for _ in range(CYCLES):
                 await on.straight()

@@ -63,6 +63,7 @@ class Breaker:
         self._failures = self._successes = 0
         self._open_s = open_s
         self._until_s = 0.0
+        self._hints = 0
         self._probing = False
         self._turn = 0
         self._listeners: list[Callable[[Change], None]] = []
@@ -82,17 +83,22 @@ class Breaker:
         self._listeners.append(told)
 
     def hint(self) -> None:
-        """Somebody saw it come back: let the next call find out, without waiting for the time to be over."""
+        """Somebody saw it come back: let the next call find out, without waiting for the time to be over.
+
+        A call that is on its way may still fail for what was before; the next one finds out then as well.
+        """
+        self._hints += 1
         if self._state is BreakerState.OPEN:
             self._until_s = self._clock.monotonic_s()
 
     async def run(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make the call if calls may pass, and learn from its outcome; raises ``Unreachable`` when they may not."""
         turn, probe = self._enter()
+        hints = self._hints
         try:
             result = await call()
         except Unreachable as error:
-            self._failed(turn, str(error), probe=probe)
+            self._failed(turn, str(error), probe=probe, outdated=self._hints > hints)
             raise
         except PostbusError:
             self._succeeded(turn, probe=probe)
@@ -124,15 +130,15 @@ class Breaker:
             self._probing = False
         return True
 
-    def _failed(self, turn: int, error: str, *, probe: bool) -> None:
+    def _failed(self, turn: int, error: str, *, probe: bool, outdated: bool) -> None:
         if not self._leave(turn, probe=probe):
             return
         self._failures += 1
-        if probe:
+        if probe and not outdated:
             self._open_s = min(self._open_s * 2, self._open_s_max)
-        elif self._failures < self._failures_max:
+        elif not probe and self._failures < self._failures_max:
             return
-        self._until_s = self._clock.monotonic_s() + self._open_s
+        self._until_s = self._clock.monotonic_s() + (0.0 if outdated else self._open_s)
         self._move(BreakerState.OPEN, error)
 
     def _succeeded(self, turn: int, *, probe: bool) -> None:

@@ -33,6 +33,7 @@ logger = logging.getLogger("postbus.log")
 
 AGAIN_S = 1.0
 STATUS = "Status"
+ELECTED = "$JS.EVENT.ADVISORY.STREAM.LEADER_ELECTED.*"  # only clusters say it
 NO_RESPONDERS = "503"
 OUTAGE_FROM = 500  # of JetStream's codes: the server cannot, which is no fault of the request
 NOT_CLUSTERED = 10074
@@ -291,6 +292,12 @@ class Link:
     async def _open(self, client: Client) -> None:
         self._inbox = client.new_inbox()
         await client.subscribe(f"{self._inbox}.*", cb=self._answered, pending_msgs_limit=0, pending_bytes_limit=0)
+        await client.subscribe(ELECTED, cb=self._elected)
+
+    async def _elected(self, _message: Msg) -> None:
+        """Be told that the servers have agreed on who leads a stream: what could not be sent may go now."""
+        for told in self.up:
+            told()
 
     def _complained(self, error: Exception) -> None:
         logger.debug("%s: %s", self.url, error)
