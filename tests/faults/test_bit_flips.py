@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
+import apsw
 import pytest
 
+from postbus.log import SqliteLog
+from postbus.model import CorruptLog, Start, StartPolicy
 from postbus.store import salvage
 from postbus.store.backup import check_store
 from tests.faults.campaign import FULL, dice
@@ -106,3 +111,22 @@ async def test_an_undamaged_copy_is_harmless(base: Path, ground: Path) -> None:
     assert await judge(copy(base, ground / "copy"), whole) == "harmless"
     async with opened(ground / "copy") as log:
         await log.append(JOURNAL, [fact("and on")])
+
+
+@pytest.mark.parametrize("column", ["latest_at_us", "bytes_through"])
+async def test_a_number_that_became_something_else_is_damage(base: Path, ground: Path, column: str) -> None:
+    folder = copy(base, ground / "other")
+    with closing(apsw.Connection(str(folder / "postbus.db"))) as db:
+        db.execute(f"UPDATE events SET {column} = x'00'")
+    log = SqliteLog.open(folder)
+    at_time = Start(policy=StartPolicy.AT_TIME, time_us=1_700_000_900_000_000)
+    uses = [
+        log.ensure_consumer(JOURNAL, "new", at_time),
+        log.append(JOURNAL, [fact("new")]),
+        log.commit(JOURNAL, "reader", 70),
+        log.get_stream_stats(JOURNAL),
+    ]
+    refused = [each for each in await asyncio.gather(*uses, return_exceptions=True) if isinstance(each, Exception)]
+    assert refused
+    assert all(isinstance(each, CorruptLog) for each in refused), refused
+    await log.close()

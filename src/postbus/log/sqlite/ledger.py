@@ -69,6 +69,11 @@ AUDIT = """
 """
 
 
+# A flipped bit can make another type of a value, which is damage like any other (``refusals.MISREAD``). The events are
+# not looked at when a store is opened, so what is computed with is checked where it is read.
+_LastEvent = tuple[int, bytes, int, int]
+
+
 class Kept:
     """One stream as the database keeps it."""
 
@@ -96,7 +101,8 @@ def load_head(db: apsw.Connection, kept: Kept, partition: int) -> Head:
     """Read where a partition ends."""
     row = db.execute(LAST_EVENT, (kept.stream_id, partition)).get
     if row is not None:
-        return Head(partition, row[0] + 1, row[1], row[2], row[3])
+        offset, chain, size, latest = msgspec.convert(row, _LastEvent)
+        return Head(partition, offset + 1, chain, size, latest)
     head = empty_head(kept.stream, partition)
     head.next_offset = kept.firsts[partition]
     head.chain = kept.base_chains[partition]
@@ -233,24 +239,24 @@ class View:
         while low < high:
             middle = (low + high) // 2
             latest = self._db.execute(LATEST_AT, (self._kept.stream_id, partition, middle)).get
-            if latest >= time_us:
+            if msgspec.convert(latest, int) >= time_us:
                 high = middle
             else:
                 low = middle + 1
         if low == self.first(partition):
             # A trimmed event may have brought the running time here; look at the events themselves.
             found = self._db.execute(FIRST_OCCURRED, (self._kept.stream_id, partition, low, time_us)).get
-            return self.head(partition) if found is None else int(found)
+            return self.head(partition) if found is None else msgspec.convert(found, int)
         return low
 
     def size_through(self, partition: int, offset: int) -> int:
         """See ``Retained.size_through``."""
         if offset < self.first(partition):
             return int(self._kept.base_bytes[partition])
-        return int(self._db.execute(SIZE_THROUGH, (self._kept.stream_id, partition, offset)).get)
+        return msgspec.convert(self._db.execute(SIZE_THROUGH, (self._kept.stream_id, partition, offset)).get, int)
 
     def first_created_since(self, partition: int, time_us: int) -> int:
         """See ``Retained.first_created_since``."""
         where = (self._kept.stream_id, partition, self.first(partition), time_us)
         found = self._db.execute(FIRST_CREATED, where).get
-        return self.head(partition) if found is None else int(found)
+        return self.head(partition) if found is None else msgspec.convert(found, int)
