@@ -105,7 +105,7 @@ class SecureKafka(KafkaServer):
         self.secure = f"127.0.0.1:{self.back_port}"
 
     def start(self) -> None:
-        """See ``Server.start``; also makes the user, whom ``plain`` (with that password) needs not."""
+        """See ``Server.start``; also makes ``USER``. The user ``plain``, with that password, is in the settings."""
         super().start()
         known = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         admin = AdminClient({"bootstrap.servers": self.address})

@@ -74,7 +74,7 @@ class Security(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mechanism(self) -> str:
-        """How Kafka is told the password; without TLS, if nothing else was said, so that nobody can listen in."""
+        """How Kafka is told the password; if nobody said so, then without TLS in a way that does not show it."""
         return self.sasl or ("PLAIN" if self.tls else "SCRAM-SHA-512")
 
 
